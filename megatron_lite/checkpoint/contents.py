@@ -26,10 +26,10 @@ class Contents:
         return kinds | {name: kinds.get(name, {}) | state for name, state in self.optimizer_state.items()}
 
     def saved_by(self, ctx: ParallelContext) -> "Contents":
-        """The shards that this rank writes. The first data-parallel rank alone writes replicated ones."""
+        """The shards that this rank writes: replicated ones on the first data-parallel rank, first copies of others."""
 
         def own(shards: Shards) -> Shards:
-            return {key: shard for key, shard in shards.items() if shard.across_dp != "replicated"}
+            return {key: shard for key, shard in shards.items() if shard.across_dp != "replicated" and not shard.copy}
 
         if replica_of(ctx) == 0:
             return self

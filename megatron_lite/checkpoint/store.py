@@ -4,8 +4,9 @@ Each rank writes into a folder with a temporary name and waits for the disk. The
 renames the folder and replaces the tracker, so the tracker names a complete checkpoint at any time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -150,11 +151,11 @@ def load(
     return loaded
 
 
-def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
-    """An error for each file of the checkpoint that differs from layout.json."""
+def verify(folder: Path, layout: Layout, names: Iterable[str] | None = None) -> list[CheckpointError]:
+    """An error for each of these files of the checkpoint, or of all, that differs from layout.json."""
     problems = []
     with Opened(folder, layout) as opened:
-        for name in layout.files:
+        for name in layout.files if names is None else names:
             try:
                 opened.file(name).check()
             except CheckpointError as error:
@@ -198,15 +199,19 @@ class Opened:
     def file(self, name: str) -> TensorFile:
         """A file of the checkpoint. DamagedCheckpoint: it has a tensor of another dtype than layout.json."""
         if name not in self._files:
-            found = TensorFile(self._folder / name, self.layout.files[name])
-            for key, dtype in found.dtypes.items():
-                kind, _, tensor = key.rpartition("/")
-                described = self.layout.tensors[tensor].values if tensor in self.layout.tensors else {}
-                if (value := described.get(kind or WEIGHT)) and SAFETENSORS_DTYPES[value.dtype] != dtype:
-                    problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
-                    raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
-            self._files[name] = found
+            with names_file(name):
+                self._files[name] = self._opened(name)
         return self._files[name]
+
+    def _opened(self, name: str) -> TensorFile:
+        found = TensorFile(self._folder / name, self.layout.files[name])
+        for key, dtype in found.dtypes.items():
+            kind, _, tensor = key.rpartition("/")
+            described = self.layout.tensors[tensor].values if tensor in self.layout.tensors else {}
+            if (value := described.get(kind or WEIGHT)) and SAFETENSORS_DTYPES[value.dtype] != dtype:
+                problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
+                raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
+        return found
 
     def view(self, stored: StoredSlice, rectangle: Rectangle, memory: Memory | None = None) -> Tensor:
         """A rectangle `[rows, columns]` of a stored slice, in new memory or in `memory`."""
@@ -236,4 +241,15 @@ class Opened:
 
     def _copy(self, flat: Tensor, block: Move) -> None:
         """Fill a block, in a reader thread."""
-        block.target.of(flat).copy_(self.view(block.stored, block.source, self._memory))
+        with names_file(block.stored.file):
+            block.target.of(flat).copy_(self.view(block.stored, block.source, self._memory))
+
+
+@contextmanager
+def names_file(name: str) -> Iterator[None]:
+    """A context that reads a file of a checkpoint; an error about damage gets its name."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        damage.file = name
+        raise

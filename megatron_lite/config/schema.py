@@ -82,6 +82,8 @@ class ParallelConfig(Section):
     """Order of forwards and backwards on the pipeline ranks."""
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
     """Engine that sums gradients over data-parallel ranks."""
+    fsdp_shard: NonNegativeInt = 0
+    """Adjacent data-parallel ranks, such as those of a machine, that share a copy of everything with `fsdp`; 0: all."""
     bucket_mb: NonNegativeFloat = 0.0
     """MiB of gradients that are reduced in one call. 0 is 25, or 4 for each data-parallel rank if that is more."""
 
@@ -228,6 +230,8 @@ class OptimConfig(Section):
     """Largest L2 norm of the gradient of the full model; 0: no clipping."""
     distributed: bool = False
     """Distributed optimizer (ZeRO-1): each data-parallel rank holds and updates a shard of masters and moments."""
+    distributed_shard: NonNegativeInt = 0
+    """Adjacent data-parallel ranks that share a copy with `distributed`, as in `parallel.fsdp_shard`; 0: all."""
     # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip halves the
     # scale, and a lower start would take thousands of steps to grow back.
     initial_loss_scale: PositiveFloat = 65536.0
@@ -369,8 +373,14 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def shard_size(self) -> int:
+        """The data-parallel and context-parallel ranks that shard one copy of the training state; 0: all."""
+        return self.parallel.fsdp_shard if self.parallel.ddp == "fsdp" else self.optim.distributed_shard
+
+    @property
     def engine(self) -> str:
         """The data-parallel engine, for messages."""
         stage = f" stage {self.deepspeed.zero_stage}" if self.parallel.ddp == "deepspeed" else ""
         zero = " with a distributed optimizer" if self.optim.distributed else ""
-        return f"ddp {self.parallel.ddp}{stage}{zero}"
+        over = f" over {self.shard_size} ranks" if self.shard_size else ""
+        return f"ddp {self.parallel.ddp}{stage}{zero}{over}"

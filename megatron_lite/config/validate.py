@@ -25,6 +25,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         return too_many
     return [
         *_layout_failures(config, world_size),
+        *_shard_failures(config, world_size),
         *_pipeline_failures(config),
         *_model_failures(config.model),
         *architecture_failures(config),
@@ -98,6 +99,21 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
             f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
             f"processes ({world_size}); start a multiple of {size} with --nproc-per-node (scripts: megatron-lite run)"
         )
+
+
+def _shard_failures(config: Config, world_size: int) -> Iterator[str]:
+    """Messages about `parallel.fsdp_shard` and `optim.distributed_shard`."""
+    parallel, optim = config.parallel, config.optim
+    ranks = world_size // (parallel.tensor * parallel.pipeline)
+    for name, size, uses, engine in (
+        ("parallel.fsdp_shard", parallel.fsdp_shard, parallel.ddp == "fsdp", "parallel.ddp: fsdp"),
+        ("optim.distributed_shard", optim.distributed_shard, optim.distributed, "optim.distributed: true"),
+    ):
+        if size and not uses:
+            yield f"{name} is {size} without {engine}, which it is for; add this, or use 0"
+        elif size == 1 or (size and ranks % size):
+            sizes = [0, *divisors(ranks)[1:]]
+            yield f"{name} is {size}, with {ranks} data-parallel and context-parallel ranks; use one of {sizes}"
 
 
 def _stage_failures(config: Config) -> Iterator[str]:

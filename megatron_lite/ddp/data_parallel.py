@@ -53,8 +53,8 @@ class DataParallel:
     has_grads = True
     """False in a step without gradients to apply: the first steps of `sync.mode: delayed`."""
 
-    is_sharded = False
-    """True where the ranks of dp own different ranges of the parameters."""
+    num_copies = 0
+    """The ranks of dp that own the same range of a sharded parameter; 0 where every rank owns all parameters."""
 
     can_skip = True
     """False where the gradients of a step cannot be dropped once they are computed."""

@@ -4,6 +4,9 @@ LocalDDP all-reduces a bucket. ShardedDDP reduce-scatters it, and all-gathers th
 Therefore parameters are views of flat memory, laid out like the buckets of their gradients. Masters and moments exist
 for a rank's shards only: 18 bytes a parameter become 6 + 12/dp.
 
+With `optim.distributed_shard`, dp are the ranks of a machine. The sum of a shard is then all-reduced over its copies on
+other machines: machines exchange 1/dp of the gradients, and parameters are gathered within each.
+
 The gather starts with the parameters that the next forward needs first, and continues while it runs. A read of a
 parameter as an attribute of its module waits for its bucket. (A hook before a module's forward would be too late for
 code that reads parameters of other modules; DeepSpeed's ZeRO-3 intercepts the same reads.) Code that keeps parameters
@@ -14,7 +17,7 @@ shard of the other stage's gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from megatron_lite.ddp.buffer import Bucket
 from megatron_lite.ddp.data_parallel import Chunks, Params, only_dtype
 from megatron_lite.ddp.local import GradBuffers, LocalDDP
 from megatron_lite.ddp.local_shard import LocalShard
-from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron_lite.parallel.collectives import all_gather_single, all_reduce_async, reduce_scatter_single
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import finished
@@ -33,20 +36,22 @@ class ShardedDDP(LocalDDP):
     """LocalDDP on more than one rank of `dp`, where `owned` and `main_grads` are this rank's ranges of the parameters.
 
     `gather` has the same ranks and its own connection, so that no other collective waits for weights in flight.
-    A parameter's `main_grad` holds the sum over dp in this rank's range only.
+    The ranks of `copies` own the same ranges. A parameter's `main_grad` holds the sum in this rank's range only.
     """
 
-    is_sharded = True
-
-    def __init__(self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, gather: Group, **settings):
+    def __init__(
+        self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, gather: Group, copies: Group, **settings
+    ):
         super().__init__(chunks, params, table, dp, **settings)
+        self._copies, self.num_copies = copies, copies.size
+        self._sum_copies: Callable[[], object] = lambda: None  # of the newest bucket: starts it, once
         buckets = self._current.buckets
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
-            name: LocalShard(flat[place], start, "sharded", flat.numel() // dp.size, bucket.ranges[name].start)
-            for bucket, flat in zip(buckets, self._flat, strict=True)
-            for name, place, start in bucket.slices(self._shard(bucket))
+            name: LocalShard(flat[at], start, "sharded", flat.numel() // dp.size, each.ranges[name].start, copies.rank)
+            for each, flat in zip(buckets, self._flat, strict=True)
+            for name, at, start in each.slices(self._shard(each))
         }
         self._gather = gather
         self._gathers: dict[int, Callable[[], object]] = {}  # in flight, by number of the bucket
@@ -86,7 +91,17 @@ class ShardedDDP(LocalDDP):
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
         shard = bucket.flat[self._shard(bucket)]
         work = reduce_scatter_single(shard, bucket.flat, group=self._dp.pg, async_op=True)
-        return partial(finished, work, "reduce_scatter", self._dp)
+        if self._copies.size == 1:
+            return partial(finished, work, "reduce_scatter", self._dp)
+        self._sum_copies()  # of the bucket before, which most likely is summed over dp by now
+
+        @cache
+        def sum_copies() -> Callable[[], object]:
+            finished(work, "reduce_scatter", self._dp)
+            return all_reduce_async(shard, self._copies)[1]
+
+        self._sum_copies = sum_copies
+        return lambda: sum_copies()()
 
 
 class _Awaited(dict[str, nn.Parameter | None]):

@@ -12,7 +12,7 @@ from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import broadcast
-from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
+from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo, split_group
 from megatron_lite.parallel.shard import ParamTable, tied_names
 
 
@@ -24,17 +24,18 @@ def wrap_ddp(
     One data-parallel rank needs LocalDDP only. `fsdp` gives the chunks new parameters. Collective over dp_cp.
     """
     check_every_parameter_is_trained(chunks, params, table)
-    parallel, sync = config.parallel, config.sync
+    parallel, sync, timeout = config.parallel, config.sync, config.train.comm_timeout
     dp = solo("dp") if sync.is_local else ctx.dp_cp  # every rank trains alone between outer steps
     common = {"bucket_mb": bucket_mb(parallel.bucket_mb, dp.size), "grad_dtype": grad_dtype}
     if sync.mode == "delayed":
-        dp, kind = duplicate_group(dp, config.train.comm_timeout), "delayed"
+        dp, kind = duplicate_group(dp, timeout), "delayed"
     else:
         kind = parallel.ddp if dp.size > 1 else "local"
     if kind != "local":
         return import_module(ENGINES[kind]).wrap(ToWrap(config, chunks, params, table, ctx, dp, grad_dtype))
     if config.optim.distributed and dp.size > 1:
-        return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
+        dp, copies = split_group(dp, config.shard_size, timeout)
+        return ShardedDDP(chunks, params, table, dp, copies=copies, gather=duplicate_group(dp, timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)
 
 

@@ -21,6 +21,7 @@ from megatron_lite.doctor.network import network
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.messages import limits
 from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import counted, listed
@@ -42,7 +43,7 @@ def examine(config: Config) -> None:
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
-    timeout = min(config.train.comm_timeout, LONGEST_TIMEOUT)
+    timeout = limits.silence = min(config.train.comm_timeout, LONGEST_TIMEOUT)
     try:
         world = rendezvous(world_size, timeout)
         check_same_config(config, world)

@@ -10,6 +10,9 @@ forward to the end of its backward, so that a head may read the embedding's weig
 Each micro-batch gathers every unit twice, for forward and for backward, and reduce-scatters its gradients at once. A
 single reduction after the last micro-batch, as in LocalDDP, would need full gradients in between.
 
+With `parallel.fsdp_shard`, the d ranks are those of a machine, which gather weights and reduce-scatter gradients. After
+the last micro-batch, gradients of a shard are also all-reduced over its copies on other machines (hybrid sharding).
+
 Gradients are summed where FSDP would average, 16-bit gradients in fp32. Every parameter must be used in every
 micro-batch, on every rank. A model of `get_model` is sharded on the meta device; then each rank allocates and draws its
 rows. A custom model, which has values, is sharded and freed unit by unit.
@@ -30,7 +33,7 @@ from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.engines.gradients import check_gradients
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.init import fill, start
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, split_group
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -49,18 +52,18 @@ def wrap(given: ToWrap) -> "FullyShardedDDP":
         fill(rows, meta, first_row=first_row, **options)
 
     values = {"device": given.ctx.device, "draw": draw if start() == "drawn" else None}
-    return FullyShardedDDP(given.chunks, given.params, given.dp, grad_dtype=given.grad_dtype, **values)
+    dp, copies = split_group(given.dp, given.config.shard_size, given.config.train.comm_timeout)
+    return FullyShardedDDP(given.chunks, given.params, dp, copies=copies, grad_dtype=given.grad_dtype, **values)
 
 
 class FullyShardedDDP(DataParallel):
     """The engine that shards the parameters of `chunks` over `dp`, which has more than one rank.
 
+    The ranks of `copies` have the same shards, and their gradients are summed too.
     The chunks get new parameters, under the same names; `params` lose their memory. `owned` are fp32 masters.
     Parameters on the meta device are allocated on `device`, and `draw` fills them, unless a checkpoint will.
     Collective over dp.
     """
-
-    is_sharded = True
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class FullyShardedDDP(DataParallel):
         params: Params,
         dp: Group,
         *,
+        copies: Group,
         grad_dtype: torch.dtype,
         device: torch.device,
         draw: Draw | None,
@@ -75,8 +79,8 @@ class FullyShardedDDP(DataParallel):
         self._chunks = chunks
         self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
         self.copies_at_save = self.weight_dtype != grad_dtype
-        assert dp.pg is not None
-        mesh = DeviceMesh.from_group(dp.pg, device.type)
+        self.num_copies = copies.size
+        mesh = _mesh(dp, copies, device.type)
         # Inputs keep their dtype: the residual stream may be fp32 where weights are not.
         policy = MixedPrecisionPolicy(self.weight_dtype, grad_dtype, cast_forward_inputs=False)
         for chunk in chunks:
@@ -107,13 +111,19 @@ class FullyShardedDDP(DataParallel):
             if local.numel():
                 rows = parameter.shape[0]
                 chunk = -(-rows // dp.size) * (parameter.numel() // rows)
-                self.owned[name] = LocalShard(local, dp.rank * chunk, "sharded", chunk)
+                self.owned[name] = LocalShard(local, dp.rank * chunk, "sharded", chunk, copy=copies.rank)
         self.zero_grad()
 
     def zero_grad(self) -> None:
         for parameter in self._params.values():
             parameter.grad = None
         self.main_grads: dict[str, Tensor] = {}
+
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        if self.num_copies > 1:
+            module = self._chunks[chunk]
+            assert isinstance(module, FSDPModule)
+            module.set_requires_all_reduce(is_last)  # until then, torch adds up the sums over dp
 
     def finish_grad_sync(self) -> None:
         missing = [name for name, parameter in self._params.items() if parameter.grad is None]
@@ -125,6 +135,15 @@ class FullyShardedDDP(DataParallel):
 
     def weight_memory(self) -> list[Tensor]:
         return [parameter.to_local() for parameter in self._params.values()]
+
+
+def _mesh(dp: Group, copies: Group, device_type: str) -> DeviceMesh:
+    """The ranks over which torch shards, in its second dimension if there are copies."""
+    assert dp.pg is not None
+    if copies.pg is None:
+        return DeviceMesh.from_group(dp.pg, device_type)
+    ranks = [[rank - dp.ranks[dp.rank] + first for rank in dp.ranks] for first in copies.ranks]
+    return DeviceMesh.from_group([copies.pg, dp.pg], device_type, ranks, mesh_dim_names=("copies", "shards"))
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

@@ -38,14 +38,14 @@ def grad_sums(
     ctx: ParallelContext,
     *,
     starts: Mapping[str, int] | None = None,
-    is_sharded: bool = False,
+    num_copies: int = 0,
 ) -> Tensor:
     """[2] in fp64 on the device: the squared norm of the gradient of the full model, and 1 if any rank has inf or nan,
     equal on every rank of the world, so that all take the same decision.
 
-    `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them, which begin
-    at `starts` in the flattened shards; 0 where absent.
-    Communicates: two values over mp, or the world with `is_sharded`, and one over the world.
+    `grads` are summed over dp_cp. Each rank has all of them, or those with ranges that begin at `starts` in the
+    flattened shards (0 where absent), which `num_copies` ranks of it have.
+    Communicates: two values over mp, or the world with `num_copies`, and one over the world.
     """
     parts = [
         part for name, grad in grads.items() for part in _parts(grad, (starts or {}).get(name, 0), table[name], ctx)
@@ -56,10 +56,10 @@ def grad_sums(
         norms = torch._foreach_norm(counted + others, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         squares = torch.stack(norms).square()
         sums = torch.stack([squares[: len(counted)].sum(), squares.sum()])
-    sums = all_reduce(sums, ctx.world if is_sharded else ctx.mp)
+    sums = all_reduce(sums, ctx.world if num_copies else ctx.mp)
     # The only inf can be in a copy that does not count. Ranks of dp_cp have equal sums, except after a hardware fault.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
-    return torch.stack([sums[0], broken])
+    return torch.stack([sums[0] / max(1, num_copies), broken])
 
 
 def clip_coefficient(grad_norm: float, clip_grad: float) -> float:

@@ -118,7 +118,7 @@ class MixedPrecisionOptimizer(Optimizer):
         if not self._ddp.has_grads:
             return torch.empty(0, dtype=torch.float64, device=self._ctx.device)
         options = {"starts": {name: shard.start for name, shard in self._ddp.owned.items()}}
-        return grad_sums(self._ddp.main_grads, self._table, self._ctx, is_sharded=self._ddp.is_sharded, **options)
+        return grad_sums(self._ddp.main_grads, self._table, self._ctx, num_copies=self._ddp.num_copies, **options)
 
     def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
         """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are modified.

@@ -63,6 +63,17 @@ def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = 
     return replace(group, pg=new_group(group.ranks, timeout_seconds, backend=backend))
 
 
+def split_group(group: Group, size: int, timeout_seconds: float) -> tuple[Group, Group]:
+    """This rank's part of the group, `size` adjacent ranks (0: all), and the ranks with its place in their parts.
+    Collective over the world, in groups of one size."""
+    if size in (0, group.size):
+        return group, solo(group.name)
+    number, rank = divmod(group.rank, size)
+    part = Group(group.name, group.ranks[number * size : (number + 1) * size], rank)
+    across = Group(group.name, group.ranks[rank::size], number)
+    return duplicate_group(part, timeout_seconds), duplicate_group(across, timeout_seconds)
+
+
 @dataclass(frozen=True)
 class ParallelContext:
     """A rank's place in the grid, its device and its groups."""

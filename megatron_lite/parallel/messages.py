@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import (
+    LOOK_THERE,
     LostRanks,
     communicating,
     current_wait,
@@ -141,9 +142,9 @@ class Exchange:
                 elif now - heard > limits.silence:
                     lost = [self._group.ranks[rank] for rank in missing()]
                     raise LostRanks(
-                        f"{describe(self._what, self._group)} waits for {named_ranks(lost)}, without a heartbeat for "
-                        f"{now - heard:.1f} s: stopped, gone, or without progress for train.hang_timeout "
-                        f"({limits.hang:g} s). Look at the output there first, or raise train.comm_timeout"
+                        f"rank {self._group.ranks[self._group.rank]} got no answer in "
+                        f"{describe(self._what, self._group)}: {named_ranks(lost)} sent no heartbeat for "
+                        f"{now - heard:.1f} s. {LOOK_THERE}"
                     )
             return self._store.get(key)
 

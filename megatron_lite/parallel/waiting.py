@@ -16,6 +16,11 @@ from megatron_lite.text import named_ranks
 What = TypeVar("What", contravariant=True)
 
 
+LOOK_THERE = (
+    "Look at the output of those ranks first; if one of them really computes for so long, raise train.comm_timeout"
+)
+
+
 class LostRanks(TrainingError):
     """A collective failed: a rank is gone, or the timeout passed."""
 
@@ -69,8 +74,7 @@ class communicating(waiting):
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             rank, reason = self.group.ranks[self.group.rank], str(error).splitlines()[0]
             raise LostRanks(
-                f"rank {rank} got no answer in {describe(self.op, self.group)}: {reason}. Look at the output of those "
-                "ranks first; if one of them really computes for so long, raise train.comm_timeout"
+                f"rank {rank} got no answer in {describe(self.op, self.group)}: {reason}. {LOOK_THERE}"
             ) from error
 
 

@@ -55,7 +55,7 @@ def measure_rank(precision: str) -> dict[str, Any]:
 def step_seconds(config: Config) -> float:
     """The median time of a training step of one rank alone."""
     grid, device = Grid(), torch.device("cpu")
-    ctx = ParallelContext._build(grid, 0, device, lambda name, ranks: None)
+    ctx = ParallelContext._build(grid, 0, device, (0,), lambda name, ranks: None)
     run = build_run(config, ctx, seed_everything(config.run.seed, ctx))
     batches, found = [empty_batch(config, device)], []
     for step in range(STEPS + 1):

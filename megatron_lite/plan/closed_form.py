@@ -148,18 +148,29 @@ class Estimator:
         busiest = max(sum(each.forward + each.backward for each in costs) for costs in by_rank.values())
         return length - count * busiest
 
-    @cached_property
-    def _dp_rate(self) -> float:
-        stride = self.layout.tensor
-        return self.search.machines.rate(tuple(range(0, stride * self._shards, stride)))
+    @property
+    def _ranks_of_dp(self) -> int:
+        return self.dp * self.layout.context
 
     @property
     def _shards(self) -> int:
-        return self.dp * self.layout.context
+        return self.layout.shard or self._ranks_of_dp
+
+    @cached_property
+    def _rates(self) -> tuple[float, float]:
+        """Of the ranks that share a copy, and of those with the same shard of all copies."""
+        stride, rate = self.layout.tensor, self.search.machines.rate
+        end = stride * self._ranks_of_dp
+        return rate(tuple(range(0, stride * self._shards, stride))), rate(tuple(range(0, end, stride * self._shards)))
 
     def _ring_seconds(self, size: float) -> float:
-        """The time to gather, or to reduce and scatter, so many bytes over dp."""
-        return size * (self._shards - 1) / self._shards / self._dp_rate if self._shards > 1 else 0.0
+        """The time to gather, or to reduce and scatter, so many bytes over the ranks that share a copy."""
+        return size * (self._shards - 1) / self._shards / self._rates[0] if self._shards > 1 else 0.0
+
+    def _copies_seconds(self, size: float) -> float:
+        """The time to sum each rank's shard of so many bytes over its copies."""
+        copies = self._ranks_of_dp // self._shards
+        return 2 * size / self._shards * (copies - 1) / copies / self._rates[1] if copies > 1 else 0.0
 
     def _gathers(self, costs: list[Cost]) -> float:
         """What FSDP's gathers and sums take beyond the passes that they overlap, for one micro-batch."""
@@ -177,9 +188,11 @@ class Estimator:
         sharded = self.sharding != "local"
         owned = parameters / self._shards if sharded else parameters
         optimizer = owned * self._optimizer_bytes() / memory + self._tied_seconds(rank)
-        if self.sharding == "fsdp":
-            return optimizer
         scatter = self._ring_seconds(parameters * search.gradient_bytes)
+        sums = self._copies_seconds(parameters * search.gradient_bytes)  # beside gathers and sums within machines
+        if self.sharding == "fsdp":
+            gather = self._ring_seconds(parameters * search.weight_bytes)
+            return optimizer + max(0.0, sums - max(gather + scatter, costs[0].backward))
         gather = self._ring_seconds(parameters * (search.weight_bytes if sharded else search.gradient_bytes))
         # The embedding's gradient is complete last, and its weights are needed first.
         late = self._parts().first.parameters / parameters if rank == 0 else 0.0
@@ -187,7 +200,8 @@ class Estimator:
         backward = costs[-1].backward + layout.pipeline * sum(each.backward for each in costs[:-1])
         if not sharded:
             return optimizer + max(late * (scatter + gather), scatter + gather - backward)
-        return optimizer + max(late * scatter, scatter - backward) + max(late * gather, gather - costs[0].forward)
+        reduction = max(late * (scatter + sums), max(scatter, sums) - backward)
+        return optimizer + reduction + max(late * gather, gather - costs[0].forward)
 
     def _optimizer_bytes(self) -> int:
         """What the end of a step moves for a parameter: the norm reads its gradient; AdamW reads and writes gradient,
@@ -207,7 +221,7 @@ class Estimator:
     def _memory(self, rank: int, costs: list[Cost]) -> float:
         """The bytes of a pipeline rank at the highest point of a step."""
         layout, search = self.layout, self.search
-        of_parameter = sum(state_bytes(layout.applied(search.config), self._shards).values())
+        of_parameter = sum(state_bytes(layout.applied(search.config), self._ranks_of_dp).values())
         parameters = sum(each.parameters for each in costs)
         total = of_parameter * parameters + search.machines.device.reserved_bytes
         return total + self._activations(rank, costs)

@@ -125,6 +125,7 @@ class CostTable:
             "schedule": "zb-h1" if work.splits else "interleaved",
             "pipeline_layout": (1, 1, 2, 1),
             "ddp": "fsdp" if work.shards else "local",
+            "fsdp_shard": 0,
         }
         config = self.config
         return config.model_copy(
@@ -132,7 +133,7 @@ class CostTable:
                 "model": config.model.model_copy(update={"num_layers": 5}),
                 "parallel": config.parallel.model_copy(update=parallel),
                 "train": config.train.model_copy(update={"recompute": work.recompute}),
-                "optim": config.optim.model_copy(update={"distributed": False}),
+                "optim": config.optim.model_copy(update={"distributed": False, "distributed_shard": 0}),
             }
         )
 

@@ -71,6 +71,7 @@ def _engines_on_meta(ddp: str) -> Iterator[None]:
         group, find_device = import_module(fsdp + "_fsdp_param_group"), import_module(fsdp + "_fully_shard")
         replaced += [
             patch.object(torch, "meta", torch.cpu, create=True),
+            patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()),  # needed but on a CPU
             patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
             patch.object(find_device, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
         ]

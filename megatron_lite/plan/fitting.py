@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lite.config.schema import Config
 from megatron_lite.plan.estimate import Plan
 from megatron_lite.plan.layouts import Layout, changes, layout_of, sharding
-from megatron_lite.plan.search import Search
+from megatron_lite.plan.search import HYBRID, Search
 
 MOST_CHANGES = 3
 NOTHING_FITS = "no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"
@@ -72,9 +72,12 @@ def _single_changes(search: Search, given: Layout) -> list[Change]:
     found: list[Change] = []
     shards = sharding(search.config, given.engine, 2)
     if shards == "local":
-        found += [{"engine": "zero1"}, {"engine": "fsdp"}]
+        sizes = search.shards(given.tensor, search.world_size // (given.tensor * given.pipeline))
+        found += [{"engine": name, "shard": size} for name in HYBRID for size in sizes]
     elif shards == "zero1":
         found.append({"engine": "fsdp"})
+    if given.shard:
+        found.append({"shard": 0})
     weaker = ["none", "activation", "selective", "full"]
     place = weaker.index(given.recompute) if given.recompute in weaker else len(weaker)
     uses_scores = search.config.model.attention == "math"

@@ -29,6 +29,7 @@ class Layout:
     recompute: str
     sequence: bool
     engine: str
+    shard: int = 0  # ranks that share a copy with zero1 and fsdp; 0: all
 
     def fields(self) -> dict[str, dict[str, Any]]:
         """The fields of a config by section."""
@@ -43,8 +44,12 @@ class Layout:
                 "schedule": self.schedule,
                 "pipeline_layout": self.stages,
                 "ddp": engine["ddp"],
+                "fsdp_shard": self.shard if self.engine == "fsdp" else 0,
             },
-            "optim": {"distributed": engine["distributed"]},
+            "optim": {
+                "distributed": engine["distributed"],
+                "distributed_shard": self.shard if self.engine == "zero1" else 0,
+            },
             "train": {"micro_batch_size": self.micro_batch, "recompute": self.recompute},
         }
 
@@ -85,6 +90,7 @@ def layout_of(config: Config) -> Layout:
         recompute=config.train.recompute,
         sequence=parallel.sequence,
         engine="zero1" if parallel.ddp == "local" and config.optim.distributed else parallel.ddp,
+        shard=config.shard_size,
     )
 
 

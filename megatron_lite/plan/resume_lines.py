@@ -16,7 +16,7 @@ CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "w
 
 def resume_lines(run: Run, loaded: Loaded, saved: Config, changed: list[str]) -> Iterator[str]:
     """The lines, some of which may be empty. `changed` are the changes of the samples or their order."""
-    if run.ctx.rank == 0 and (copies := differing_copies(loaded.layout)):  # the other ranks print no lines
+    if copies := differing_copies(loaded.layout):
         yield f"WARNING: {copies}"
     yield changes_line(saved, run.config)
     yield compared_line(loaded, run)

@@ -24,6 +24,7 @@ from megatron_lite.plan.sizes import state_bytes
 IDEAL_BATCH = 64  # sequences; the largest micro-batch of a search
 POWERS = tuple(1 << power for power in range(7))
 SLACK = 0.95  # of a step's memory, because the next step may need a little less
+HYBRID = ("zero1", "fsdp")  # engines that may have copies
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
 
 
@@ -45,7 +46,7 @@ class Search:
     machines: Machines
     table: CostTable = field(init=False)
     num_layouts: int = 0  # that `find` has compared, by their estimate or by a bound
-    _state: dict[tuple[str, int], float] = field(default_factory=dict)
+    _state: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.table = CostTable(self.config, self.machines)
@@ -91,8 +92,17 @@ class Search:
                     engines.append(own)
                 if schedule == "zb-h1":
                     engines = [name for name in engines if sharding(config, name, dp * context) != "fsdp"]
-                for rest in product(names, micro_batches, recomputes, {False, tensor > 1}, engines):
-                    yield Layout(tensor, context, pipeline, virtual, schedule, *rest)
+                shards = self.shards(tensor, dp * context)
+                sharded = [(name, size) for name in engines for size in (shards if name in HYBRID else shards[:1])]
+                rests = product(names, micro_batches, recomputes, {False, tensor > 1})
+                for rest, engine in product(rests, sharded):
+                    yield Layout(tensor, context, pipeline, virtual, schedule, *rest, *engine)
+
+    def shards(self, tensor: int, ranks: int) -> list[int]:
+        """How many of the ranks of dp_cp share a copy: all (0), those of a machine, or as many as in the config."""
+        of_machine, rest = divmod(self.machines.ranks_per_machine, tensor)
+        sizes = {layout_of(self.config).shard, 0 if rest else of_machine}
+        return [0, *sorted(size for size in sizes if 1 < size < ranks and ranks % size == 0)]
 
     def _stage_names(self, pipeline: int, virtual: int) -> list[str]:
         """The names of `parallel.pipeline_layout` with different layers in some stage."""
@@ -123,6 +133,8 @@ class Search:
         if self.world_size % size or self.config.model.num_heads % layout.tensor:
             return False
         portion = self.world_size // size * layout.micro_batch
+        if layout.shard and self.world_size // size * layout.context % layout.shard:
+            return False
         return layout.pipeline * layout.virtual <= self.config.model.num_layers and self.global_batch % portion == 0
 
     def is_legal(self, layout: Layout) -> bool:
@@ -171,7 +183,7 @@ class Search:
 
     def _fsdp_seconds(self, layout: Layout, parameters: float) -> float:
         """The seconds of FSDP's gathers and sums for a micro-batch: weights twice, gradients once."""
-        machines, shards = self.machines, self.world_size // layout.tensor
+        machines, shards = self.machines, layout.shard or self.world_size // layout.tensor
         members = max(1, machines.ranks_per_machine // layout.tensor)  # of the group, on a machine
         rate = (
             machines.device.link if shards <= members else min(machines.device.link, members * machines.device.network)
@@ -190,7 +202,7 @@ class Search:
     def least_memory(self, layout: Layout) -> float:
         """What the device reserves, and the training state, if the parameters were divided evenly; bytes."""
         shards = self.world_size // (layout.tensor * layout.pipeline)
-        key = layout.engine, shards
+        key = layout.engine, layout.shard, shards
         if key not in self._state:
             self._state[key] = sum(state_bytes(layout.applied(self.config), shards).values())
         state = self._state[key] * self._ideal[0].parameters / (layout.tensor * layout.pipeline)

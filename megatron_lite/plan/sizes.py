@@ -174,12 +174,13 @@ def state_bytes(config: Config, dp: int) -> dict[str, float]:
         return _deepspeed_state_bytes(config.deepspeed.zero_stage, weight, dp, low=low)
     if dp == 1:
         return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
+    shards = config.shard_size or dp
     if ddp == "fsdp":  # the sharded weights are the masters
-        return {"parameters": wide / dp, "gradients": wide / dp, "optimizer": 2 * wide / dp}
+        return {"parameters": wide / shards, "gradients": wide / shards, "optimizer": 2 * wide / shards}
     if ddp == "torch" and low:  # 16-bit buckets beside the fp32 sums
         gradient += 2
     if config.optim.distributed:
-        optimizer /= dp
+        optimizer /= shards
     return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
 
 

@@ -115,7 +115,8 @@ def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Pa
         return
     except DamagedCheckpoint as damage:
         before = iteration_before(damage, root, iteration, run.config, run.ctx.world)
-        if problem := on_first(lambda: _unconfirmed(root, iteration), run.ctx.world):
+        file = damage.file
+        if problem := on_first(lambda: _unconfirmed(root, iteration, file), run.ctx.world):
             raise CheckpointError(f"{damage}. But {problem}") from damage
         where = ""
         if root == checkpoints_of(run.config.run.dir):
@@ -134,18 +135,20 @@ def iteration_before(damage: DamagedCheckpoint, root: Path, iteration: int, conf
     return before
 
 
-def _unconfirmed(root: Path, iteration: int) -> str:
-    """The reason why this rank cannot confirm damage that another rank found; empty where it can."""
+def _unconfirmed(root: Path, iteration: int, file: str) -> str:
+    """The reason why this rank cannot confirm damage that another rank found in a file; empty where it can."""
     folder = locate(root, iteration)
     try:
-        problems = store.verify(folder, read_layout(folder))
+        layout = read_layout(folder)
+        # Only the damaged file is read again: a full checkpoint of a large model would take many minutes.
+        problems = store.verify(folder, layout, [file] if file in layout.files else None)
     except CheckpointError as error:
         problems = [error]
     if any(isinstance(problem, DamagedCheckpoint) for problem in problems):
         return ""
     if problems:
         return f"the first rank cannot confirm it: {problems[0]}"
-    return f"the first rank reads {folder} without damage: do all machines see the same files?"
+    return f"the first rank reads {folder / file} without damage: do all machines see the same files?"
 
 
 def load_weights(run: Run, root: Path, iteration: int) -> None:
@@ -171,7 +174,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     loaded = _load(run, root, iteration, contents)
     found, folder, state = run.origin.get(CORPORA, []), locate(root, iteration), loaded.layout.state
     run.config, run.state, saved, changed = resumed(run.config, loaded.layout, folder, found, run.ctx.world)
-    _report(run, *run.hooks.resume_lines(run, loaded, saved, changed))
+    _report(run, *on_first(lambda: list(run.hooks.resume_lines(run, loaded, saved, changed)), run.ctx.world))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng

@@ -37,7 +37,7 @@ from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.messages import limits
+from megatron_lite.parallel.messages import Limits, limits
 from megatron_lite.parallel.random import RngTracker, seed_everything
 from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
@@ -271,6 +271,7 @@ def finalize_megatron() -> None:
     """
     mpu.unregister()
     release_engines()
+    vars(limits).update(vars(Limits()))
     if dist.is_initialized():
         gc.collect()  # cycles of models and gradient hooks refer to groups
         dist.destroy_process_group()

@@ -90,7 +90,8 @@ LayoutLines = Callable[[Run], Iterable[str]]
 DataLines = Callable[[Config, Splits, tuple[int, int, int]], Iterable[str]]
 """Lines about the corpora, from the numbers of samples that the splits need."""
 ResumeLines = Callable[[Run, Loaded, Config, list[str]], Iterable[str]]
-"""Lines about a resumed run, from its checkpoint, the config in it, and the changes of the sample order."""
+"""Lines about a resumed run, from its checkpoint, the config in it, and the changes of the sample order; called on the
+first rank alone."""
 MemoryLine = Callable[[Run], str]
 """A line about the memory of the training state, after the first iteration; called on every rank."""
 LossLines = Callable[[Run, dict[str, float], Dataset, int], Iterable[str]]

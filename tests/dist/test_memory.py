@@ -52,13 +52,20 @@ CASES = [
 ]
 
 
+COPIES = {
+    "distributed, 2 copies": {"optim__distributed": "true", "optim__distributed_shard": 2},
+    "fsdp, 2 copies": {"parallel__ddp": "fsdp", "parallel__fsdp_shard": 2},
+}
+CASES += [(name, 4, "bf16") for name in COPIES]
+
+
 @pytest.mark.parametrize(("engine", "size", "precision"), CASES)
 def test_live_tensors_take_the_bytes_of_the_formula(ranks, engine, size, precision):
     """A forgotten second copy of a tensor would use the memory that sharding saves.
 
     2%: padding of shards, small buffers of the optimizer step, counters.
     """
-    changes = ENGINES[engine] | {
+    changes = (ENGINES | COPIES)[engine] | {
         "train__precision": precision,
         "train__global_batch_size": 4,
         "train__micro_batch_size": 1,

@@ -56,6 +56,8 @@ LAYOUTS = [
     context(2, "ulysses", tensor=2, micro=1, sequence=True),
     context(2, "all_gather", data=2, micro=1, **ZERO_1),
     context(2, "ring", pipeline=2, micro=1, schedule="zb-h1"),
+    layout(data=4, micro=1, ddp="fsdp", fsdp_shard=2),
+    layout(data=4, micro=1, **ZERO_1, optim__distributed_shard=2),
 ]
 CASES = [(MODELS[number % 3], each) for number, each in enumerate(LAYOUTS)]
 KINDS = ("none", "activation", "selective", "full", "full:1", "uniform:2", "stage")

@@ -21,8 +21,8 @@ def measure_step(**changes) -> tuple[dict[str, float], dict[str, int], int]:
 
     Before the third step, torch's DDP communicates to rebuild its buckets.
     """
-    changes |= {f"model__{name}": size for name, size in LARGE_MODEL.items()} | {"train__global_batch_size": BATCH}
-    config = tiny_config("gpt", **changes)
+    sizes = {f"model__{name}": size for name, size in LARGE_MODEL.items()}
+    config = tiny_config("gpt", **{"train__global_batch_size": BATCH, **changes, **sizes})
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     for _ in range(2):
@@ -68,6 +68,19 @@ def test_sharded_weights_send_one_and_a_half_times_the_bytes(ranks, size):
     # With its default thresholds, DeepSpeed would keep a small model gathered.
     for sent, _, count in ranks(size, measure_step, **ENGINES["deepspeed 3"], **RESHARD_EVERYTHING, **portion):
         assert sum(sent.values()) == pytest.approx(3 * each * count, rel=0.02)
+
+
+def test_copies_on_other_machines_exchange_each_shard_once_in_a_step(ranks):
+    """Two copies of shards of two ranks, with two micro-batches. Machines would exchange full gradients, or do it for
+    every micro-batch."""
+    portion = {"train__micro_batch_size": 1, "train__global_batch_size": 2 * BATCH}
+    zero_1 = {"optim__distributed": "true", "optim__distributed_shard": 2}
+    fsdp = {"parallel__ddp": "fsdp", "parallel__fsdp_shard": 2}
+    for changes, scattered in ((zero_1, 1), (fsdp, 2)):
+        for sent, _, count in ranks(4, measure_step, **changes, **portion):
+            within, between = 4 * count / 2, 2 * 4 * (count / 2) / 2  # reduce-scatter over 2 ranks; all-reduce over 2
+            assert sent["reduce-scatter"] == pytest.approx(scattered * within, rel=0.02)
+            assert sent["all-reduce"] == pytest.approx(between, rel=0.02)
 
 
 @SIZES

@@ -1,6 +1,7 @@
 """A run that is resharded into other layouts continues as if its layout had not changed."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ LAYOUTS = {
     "dp 4 torch": (4, {"parallel__ddp": "torch"}),
     "cp 2 dp 2 distributed": (4, {"parallel__context": 2, "optim__distributed": "true"}),
     "cp 4 fsdp": (4, {"parallel__context": 4, "parallel__context_mode": "all_gather", "parallel__ddp": "fsdp"}),
+    "dp 4 fsdp, 2 copies": (4, {"parallel__ddp": "fsdp", "parallel__fsdp_shard": 2}),
+    "dp 4 distributed, 2 copies": (4, {"optim__distributed": "true", "optim__distributed_shard": 2}),
 }
 OTHERS = {"dp 2": (2, {}), "tp 2 dp 2": (4, {"parallel__tensor": 2})}
 # model -> the layouts that it moves through in `make soak`
@@ -57,7 +60,10 @@ FEWER = {
         *("one rank", "dp 3 distributed", "pp 2 x 2 chunks, tp 2", "dp 2 deepspeed 3", "pp 2, layers 3 and 1"),
         *("tp 2 dp 2 deepspeed 2", "tp 2 dp 2 fsdp", "dp 2 deepspeed 1", "tp 2 dp 2 distributed", "cp 4 fsdp"),
     ],
-    "llama": ["one rank", "tp 2", "dp 4 fsdp", "cp 2 dp 2 distributed"],
+    "llama": [
+        *("one rank", "tp 2", "dp 4 fsdp", "dp 4 fsdp, 2 copies"),
+        *("cp 2 dp 2 distributed", "dp 4 distributed, 2 copies"),
+    ],
     "bert": ["one rank", "pp 4", "dp 4 torch"],
     "t5": ["one rank", "tp 4, sequence parallel", "pp 2 dp 2 distributed"],
 }
@@ -160,6 +166,16 @@ def test_master_weights_of_bf16_survive_a_change_of_layout(ranks, tmp_path):
     assert any(b"master/" in content for content in newest_tensor_files(checkpoint).values())
     assert_round_trip(move, source, target, checkpoint)
     assert_round_trip(move, target, "dp 2 deepspeed 3", move(target, checkpoint)[0])
+
+
+@pytest.mark.parametrize("name", ["dp 4 fsdp, 2 copies", "dp 4 distributed, 2 copies"])
+def test_only_the_first_copy_of_a_shard_is_saved(ranks, tmp_path, name):
+    """A checkpoint would grow with the number of machines, although every load would still be right."""
+    folder, _ = Mover(ranks, tmp_path, "codegeex")(name, "", 1)
+    (layout_file,) = (folder / "checkpoints").glob("iter_*/layout.json")
+    for name, tensor in read_layout(layout_file.parent).tensors.items():
+        for value in tensor.values.values():
+            assert sum(each.end - each.start for each in value.slices) == math.prod(tensor.shape), name
 
 
 def test_the_start_in_another_layout_prints_the_change(ranks, tmp_path, capsys):

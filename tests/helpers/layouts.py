@@ -29,6 +29,8 @@ FLAT = [
     layout(micro=2, schedule="gpipe"),
     layout(micro=2, schedule="zb-h1"),
     layout(micro=2, tensor=2, schedule="zb-h1"),
+    layout(data=4, micro=1, ddp="fsdp", fsdp_shard=2),
+    layout(data=4, micro=1, optim__distributed="true", optim__distributed_shard=2, bucket_mb=0.01),
 ]
 # 12 / micro micro-batches: fewer than stages, as many, and more, also numbers that the stages do not divide.
 PIPELINES = [
@@ -112,6 +114,7 @@ CONTEXT = [
     *(context(2, mode, data=2, micro=3, optim__distributed="true") for mode in MODES),
     *(context(2, mode, ddp="fsdp") for mode in MODES),
     context(2, "ring", data=2, ddp="fsdp", train__recompute="full", micro=3),
+    context(2, "ring", data=2, ddp="fsdp", fsdp_shard=2, micro=3),
     context(2, "all_gather", ddp="torch"),
     context(4, "ulysses", ddp="torch", train__recompute="uniform:2"),
     *(

@@ -159,7 +159,8 @@ def next_microbatches(run: Run) -> list[Batch]:
 def gather_weights(run: Run) -> dict[str, torch.Tensor]:
     """Full weights of all stages by name, gathered from the shards of every rank.
 
-    Replicated weights must be bitwise equal on all tensor-parallel ranks, and a tied copy to its original.
+    Replicated weights must be bitwise equal on all tensor-parallel ranks, a tied copy to its original, and so must the
+    copies of a shard.
     """
     weights, dp = run.optimizer.weights(), run.ctx.dp_cp
     sharded = {
@@ -170,8 +171,11 @@ def gather_weights(run: Run) -> dict[str, torch.Tensor]:
         dist.all_gather_object(by_rank, sharded, group=dp.pg)
     full = {}
     for name, meta in run.table.items():
-        if slices := sorted((shards[name] for shards in by_rank if name in shards), key=lambda item: item[0]):
-            tp_shard = torch.cat([values.flatten() for _, values in slices])
+        slices: dict[int, torch.Tensor] = {}
+        for start, values in (shards[name] for shards in by_rank if name in shards):
+            assert torch.equal(slices.setdefault(start, values), values), f"copies of a shard of {name} differ"
+        if slices:
+            tp_shard = torch.cat([slices[start].flatten() for start in sorted(slices)])
             tp_shard = tp_shard.view(meta.shard.local_shape(meta.shape, run.ctx.tp.size))
         else:
             tp_shard = weights[name].values

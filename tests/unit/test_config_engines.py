@@ -44,6 +44,26 @@ CASES = {
         "parallel.ddp is fsdp with parallel.pipeline 2",
         "use parallel.pipeline: 1, or parallel.ddp: local with optim.distributed: true",
     ),
+    "shards of fsdp without it": (
+        ["parallel.fsdp_shard=2"],
+        "parallel.fsdp_shard is 2 without parallel.ddp: fsdp",
+        "add this, or use 0",
+    ),
+    "shards of the distributed optimizer without it": (
+        ["optim.distributed_shard=2", "parallel.ddp=fsdp"],
+        "optim.distributed_shard is 2 without optim.distributed: true",
+        "add this, or use 0",
+    ),
+    "shards that do not divide the data-parallel ranks": (
+        ["parallel.ddp=fsdp", "parallel.fsdp_shard=4", "parallel.tensor=2"],
+        "parallel.fsdp_shard is 4, with 2 data-parallel and context-parallel ranks",
+        "use one of [0, 2]",
+    ),
+    "shards of one rank": (
+        ["optim.distributed=true", "optim.distributed_shard=1"],
+        "optim.distributed_shard is 1, with 4 data-parallel and context-parallel ranks",
+        "use one of [0, 2, 4]",
+    ),
     "deepspeed with a pipeline": (
         [*DEEPSPEED, "parallel.pipeline=2"],
         "parallel.ddp is deepspeed with parallel.pipeline 2",
@@ -219,6 +239,8 @@ def test_compatible_settings_are_accepted():
             "parallel.schedule=interleaved",
         ],
         ["optim.distributed=true", "parallel.schedule=zb-h1"],
+        ["optim.distributed=true", "optim.distributed_shard=2", "parallel.schedule=zb-h1"],
+        ["parallel.ddp=fsdp", "parallel.fsdp_shard=4"],
         ["parallel.ddp=fsdp", "parallel.tensor=2", "parallel.sequence=true", "train.precision=fp16"],
         [*DEEPSPEED, "deepspeed.zero_stage=0"],
         [*DEEPSPEED, "deepspeed.zero_stage=3", "deepspeed.offload_param=true", "train.precision=bf16"],

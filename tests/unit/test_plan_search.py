@@ -82,6 +82,8 @@ LAYOUTS = [
     Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "zero1"),
     Layout(2, 1, 2, 3, "interleaved", "even", 1, "none", True, "zero1"),
     Layout(1, 1, 4, 1, "1f1b", "balanced", 1, "none", False, "zero1"),
+    Layout(1, 1, 1, 1, "1f1b", "even", 2, "none", False, "fsdp", 8),
+    Layout(4, 1, 1, 1, "1f1b", "even", 2, "activation", True, "zero1", 2),
 ]
 
 
@@ -115,6 +117,7 @@ def test_the_bubble_and_the_activations_of_each_rank_are_close_to_the_plans(layo
 WITH_SLOW_LINKS = {
     "1f1b 1 local": PLAIN,
     "1f1b 1 zero1": Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "zero1"),
+    "1f1b 1 zero1 over 4": Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "zero1", 4),
     "1f1b 4 zero1": Layout(1, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
     "interleaved 4 zero1": Layout(1, 1, 4, 3, "interleaved", "even", 1, "none", False, "zero1"),
     "zb-h1 4 local": Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "local"),
@@ -253,6 +256,20 @@ def test_each_step_of_a_layout_takes_more_time_and_memory(world_size, recomputes
             assert SLACK * estimate.memory <= final.memory
 
 
+def test_shards_of_a_machine_are_offered_where_they_divide_the_ranks():
+    """Between slow machines, weights that are gathered within each of them save most of the time."""
+    search = Search(config(PLAIN), 16, Machines(device_of("4090"), 8))
+    offered = {(each.engine, each.tensor, each.shard) for each in search.layouts() if each.pipeline == 1}
+    both = {
+        (engine, tensor, shard) for engine in ("zero1", "fsdp") for tensor in (1, 2, 4) for shard in (0, 8 // tensor)
+    }
+    assert offered == both | {("local", tensor, 0) for tensor in (1, 2, 4)}
+    assert all(search.is_legal(each) for each in list(search.layouts())[::31] if each.shard)
+    full, hybrid = (replace(PLAIN, micro_batch=2, engine="fsdp", shard=shard) for shard in (0, 8))
+    assert search.estimate(hybrid).seconds < 0.6 * search.estimate(full).seconds
+    assert search.least_memory(hybrid) > search.least_memory(full)
+
+
 def test_less_memory_gives_other_layouts():
     limit = 0.9 * best()[0].memory
     found = find(small_search(), limit, most=3)
@@ -271,7 +288,7 @@ def test_a_loser_is_explained_by_the_part_that_grows_the_most():
 
 
 def test_the_layout_of_a_config_comes_back():
-    layout = Layout(2, 1, 4, 3, "interleaved", "balanced", 2, "full:1", True, "zero1")
+    layout = Layout(2, 1, 4, 3, "interleaved", "balanced", 2, "full:1", True, "zero1", 2)
     assert layout_of(config(layout)) == layout
     assert changes(config(PLAIN), PLAIN) == []
     plain = config(PLAIN)
