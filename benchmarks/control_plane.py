@@ -112,9 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, metavar="RANKS", help="count in this process, for --out")
     parser.add_argument("--out", type=Path, help="file for the JSON of --count")
+    parser.add_argument("--one-real", type=int, metavar="RANKS", help="real ranks of one tree, for --out")
     options = parser.parse_args()
     if options.count:
         options.out.write_text(json.dumps(count(options.count)))
+    elif options.one_real:
+        import real_ranks
+
+        options.out.write_text(json.dumps(real_ranks.measure(options.one_real, Path.cwd())))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron_lite.plan.units import duration, size_text
 # Measured by `benchmarks/control_plane.py --units` on two cores at 2.5 GHz, over loopback.
 PROCESS_SECONDS = 4.0  # Python, torch and this package from a warm page cache
 REQUEST_SECONDS = 1e-4  # of one rank, to the store and back: 3e-5, and a network's round trip
-SERVED_PER_SECOND = 30_000  # requests, by the store in the process of rank 0
+SERVED_PER_SECOND = 100_000  # requests, by the store in the process of rank 0: 9 us of processor time each
 CONNECTION_SECONDS = 3e-4  # of a pair of ranks in Gloo
 # Assumed: a parallel file system that serves 25 GB/s to all machines together, and a machine with 2.5 GB/s.
 STORAGE = 25e9
