@@ -5,7 +5,7 @@ starts real processes on this machine, forked from one that has loaded torch and
 
     python benchmarks/control_plane.py                                  this tree, up to 512 ranks
     python benchmarks/control_plane.py --all --before ../before --write docs/scale.md
-    python benchmarks/control_plane.py --real 32 64 --before ../before
+    python benchmarks/control_plane.py --real 32 64 --before ../before --rounds 3 --write docs/scale.md
 """
 
 import argparse
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def count(world_size: int) -> dict[str, Any]:
 
     one_rank.install()
     driven = dict(classes(world_size)) if world_size <= LARGEST_DRIVEN else {"first": (0, 1)}
-    found: dict[str, Any] = {"world": world_size, "kinds": {kind: {} for kind in driven}}
+    found: dict[str, Any] = {"kinds": {kind: {} for kind in driven}, "lazy": connects_at_first_use()}
     with scratch() as old, scratch() as new, scratch() as first:
         for folder in (old, new, first):
             one_rank.write_corpus(folder)
@@ -76,6 +75,13 @@ def count(world_size: int) -> dict[str, Any]:
     return found
 
 
+def connects_at_first_use() -> bool:
+    """Whether Gloo connects two ranks of a large world at their first message."""
+    from megatron_lite.training import initialize
+
+    return hasattr(initialize, "MOST_GLOO_RANKS")
+
+
 def layout_sizes(root: Path) -> dict[str, int]:
     """The bytes of layout.json, and of its entries for the files of rank 0; those of other ranks are not in it."""
     (path,) = root.glob("iter_*/layout.json")
@@ -92,11 +98,6 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def counted_in(tree: Path, world_size: int) -> dict[str, Any]:
-    """`count` in a process that imports the package of a tree."""
-    return in_tree(tree, "--count", str(world_size))
-
-
 def in_tree(tree: Path, *words: str) -> Any:
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with scratch() as folder:
@@ -108,11 +109,61 @@ def in_tree(tree: Path, *words: str) -> Any:
         return json.loads(out.read_text())
 
 
+def numbers_of(world_size: int) -> dict[str, int]:
+    return {kind: number for kind, (_, number) in classes(world_size).items()}
+
+
+def compare(before: Path | None, sizes: Sequence[int], cache: Path | None) -> str:
+    """The tables of counts, before and after. Counts that are in the folder `cache` are not made again."""
+    from control_tables import tables
+
+    found: dict[str, dict[int, Any]] = {"before": {}, "after": {}}
+    for which, tree in (("before", before), ("after", ROOT)):
+        for size in sizes if tree else ():
+            kept = cache / f"{which}_{size}.json" if cache else None
+            if kept is not None and kept.exists():
+                found[which][size] = json.loads(kept.read_text())
+                continue
+            print(f"counting {size:,} ranks in {tree}", file=sys.stderr, flush=True)
+            found[which][size] = in_tree(tree, "--count", str(size))
+            if kept is not None:
+                kept.write_text(json.dumps(found[which][size]))
+    return "\n\n".join(tables(found["before"], found["after"], numbers_of))
+
+
+def compare_real(before: Path | None, sizes: Sequence[int], rounds: int) -> str:
+    """The table of real ranks; the trees take turns."""
+    from control_tables import real_table
+
+    trees = {"before": before, "after": ROOT}
+    measured: dict[str, dict[int, list[Any]]] = {which: {} for which, tree in trees.items() if tree}
+    for _ in range(rounds):
+        for size in sizes:
+            for which in measured:
+                print(f"starting {size} ranks, {which}", file=sys.stderr, flush=True)
+                measured[which].setdefault(size, []).append(in_tree(trees[which] or ROOT, "--one-real", str(size)))
+    return real_table(measured)
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Replace the part of a page between the comments `NAME begin` and `NAME end`."""
+    content = page.read_text(encoding="utf-8")
+    head, rest = content.split(f"<!-- {name} begin -->\n", 1)
+    _, tail = rest.split(f"<!-- {name} end -->", 1)
+    page.write_text(f"{head}<!-- {name} begin -->\n{text}\n<!-- {name} end -->{tail}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also 4,096 and 16,384 ranks")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="another checkout to compare with")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep counts here, and use those that are here")
+    parser.add_argument("--real", type=int, nargs="+", default=[], metavar="RANKS", help="start real ranks instead")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each tree with --real")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the tables of this page")
     parser.add_argument("--count", type=int, metavar="RANKS", help="count in this process, for --out")
-    parser.add_argument("--out", type=Path, help="file for the JSON of --count")
     parser.add_argument("--one-real", type=int, metavar="RANKS", help="real ranks of one tree, for --out")
+    parser.add_argument("--out", type=Path, help="file for the JSON of --count and --one-real")
     options = parser.parse_args()
     if options.count:
         options.out.write_text(json.dumps(count(options.count)))
@@ -120,6 +171,14 @@ def main() -> None:
         import real_ranks
 
         options.out.write_text(json.dumps(real_ranks.measure(options.one_real, Path.cwd())))
+    else:
+        if options.real:
+            name, text = "real", compare_real(options.before, options.real, options.rounds)
+        else:
+            name, text = "counts", compare(options.before, SIZES if options.all else SIZES[:3], options.cache)
+        print(text)
+        if options.write:
+            put(options.write, name, text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -60,7 +61,7 @@ class Counts:
     def __init__(self) -> None:
         self._phase = "start"
         self.of: dict[str, Counter[str]] = defaultdict(Counter)
-        self._read = _bytes_read()
+        self._read, self._processor = _bytes_read(), time.process_time()
 
     @property
     def phase(self) -> str:
@@ -70,7 +71,8 @@ class Counts:
     def phase(self, name: str) -> None:
         now = _bytes_read()
         self.add("bytes read", now - self._read)
-        self._phase, self._read = name, now
+        self.add("microseconds", int(1e6 * (time.process_time() - self._processor)))
+        self._phase, self._read, self._processor = name, now, time.process_time()
 
     def add(self, name: str, count: int = 1) -> None:
         self.of[self.phase][name] += count
