@@ -5,7 +5,6 @@ most, are adjacent and usually share a node.
 Source: Narayanan et al., arXiv 2104.04473, section 3; Megatron-LM's default order `tp-cp-ep-dp-pp` without experts.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest to slowest
@@ -47,11 +46,7 @@ class Grid:
 
     def groups(self, *along: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ only along these axes. Each rank is in one group; ranks of a group ascend."""
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            groups[tuple(place[axis] for axis in AXES if axis not in along)].append(rank)
-        return [tuple(ranks) for ranks in groups.values()]
+        return list(dict.fromkeys(self.group(rank, *along) for rank in range(self.world_size)))
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """The first and last rank of each pipeline, which share a tied word embedding; one rank if pp is 1."""
