@@ -62,7 +62,9 @@ def count(world_size: int) -> dict[str, Any]:
             parts = found["kinds"][kind]
             for folder, iterations in ((new, SAVED), (old, 1)):
                 tape, kept = tapes[folder]
-                counts = drive(folder, rank, world_size, tape, kept if rank == 0 else dict(kept), iterations=iterations).of
+                counts = drive(
+                    folder, rank, world_size, tape, kept if rank == 0 else dict(kept), iterations=iterations
+                ).of
                 if folder == old:
                     parts["resume"] = dict(counts["start"])
                     continue

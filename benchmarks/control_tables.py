@@ -22,12 +22,16 @@ EVENTS = {
 Costs = dict[str, float]
 
 
-def kinds_of(data: Mapping[int, Mapping[str, Any]], world: int, numbers: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def kinds_of(
+    data: Mapping[int, Mapping[str, Any]], world: int, numbers: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
     """The counts of each kind of rank; of larger worlds, those of the largest one in which the kind was driven."""
     found = dict(data[world]["kinds"])
     for kind in numbers:
         if kind not in found:
-            found[kind] = next(data[size]["kinds"][kind] for size in sorted(data, reverse=True) if kind in data[size]["kinds"])
+            found[kind] = next(
+                data[size]["kinds"][kind] for size in sorted(data, reverse=True) if kind in data[size]["kinds"]
+            )
     return found
 
 
@@ -68,7 +72,9 @@ def costs(data: Mapping[int, Mapping[str, Any]], world: int, numbers: Mapping[st
     found["metadata operations"] = total("metadata operations") + total("files of the package opened")
     found["bytes from the storage"] = total("bytes read")
     if event == "resume":
-        found["bytes from the storage"] += total("reads of layout.json") * (layouts - data[world]["layout bytes of one process"])
+        found["bytes from the storage"] += total("reads of layout.json") * (
+            layouts - data[world]["layout bytes of one process"]
+        )
     if event == "save":
         found["bytes of layout.json"] = layouts
     if event != "log":

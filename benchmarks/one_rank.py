@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,6 +48,7 @@ FIELDS = {
 STEP, LOGGED, SAVED = 2, 3, 5  # iterations: an ordinary one, one that prints a line, one that saves
 PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 BACKGROUND = {"watchdog", "heartbeat"}  # threads whose work depends on time
+OWN_BYTES = 120  # of /proc/self/io, about
 METADATA = {
     *("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"),
     *("os.stat", "os.lstat", "os.fsync"),
@@ -70,7 +70,7 @@ class Counts:
     @phase.setter
     def phase(self, name: str) -> None:
         now = _bytes_read()
-        self.add("bytes read", now - self._read)
+        self.add("bytes read", max(0, now - self._read - OWN_BYTES))
         self.add("microseconds", int(1e6 * (time.process_time() - self._processor)))
         self._phase, self._read, self._processor = name, now, time.process_time()
 
@@ -133,7 +133,10 @@ class CountingStore(dist.Store):
         self._count()
         return key in self._kept  # it stays for ranks that run later
 
-    deleteKey = delete_key  # the name by which torch calls it  # noqa: N815
+    deleteKey = delete_key  # the name by which torch calls it
+
+    def clone(self) -> "CountingStore":
+        return self
 
     def set_timeout(self, timeout: Any) -> None:
         pass
@@ -160,7 +163,7 @@ class Collectives(TorchDispatchMode):
         pairs = zip(func._schema.arguments, args, strict=False)
         group = next(dist.ProcessGroup.unbox(value) for each, value in pairs if str(each.type) == PROCESS_GROUP)
         size, is_world = group.size(), group.size() == dist.get_world_size()
-        tensors = [each for each in _tensors(args[0])]
+        tensors = list(_tensors(args[0]))
         self._counts.add("messages" if op in ("send", "recv_") else "collectives")
         if is_world:
             self._counts.add("collectives over the world")
@@ -254,7 +257,9 @@ def config_of(folder: Path, world_size: int, **changes: Any) -> Any:
     layout = grid_fields(world_size) if world_size > 1 else {}
     fields = FIELDS | layout | {"run.dir": folder / "run", "data.paths": f"[{folder / 'corpus'}]"} | changes
     if world_size > 1:  # an interleaved schedule has a multiple of pp micro-batches
-        fields["train.global_batch_size"] = layout["parallel.pipeline"] * max(1, world_size // layout["parallel.pipeline"] // layout["parallel.tensor"])
+        fields["train.global_batch_size"] = layout["parallel.pipeline"] * max(
+            1, world_size // layout["parallel.pipeline"] // layout["parallel.tensor"]
+        )
     return load_config(None, [f"{key}={value}" for key, value in fields.items()])
 
 
@@ -284,7 +289,9 @@ def placed(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_world(counts: Counts, rank: int, world_size: int, tape: list[Tensor], kept: dict[str, bytes]) -> Iterator[None]:
+def fake_world(
+    counts: Counts, rank: int, world_size: int, tape: list[Tensor], kept: dict[str, bytes]
+) -> Iterator[None]:
     """This process is a rank of a fake world whose groups, collectives and store requests are counted."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
@@ -342,7 +349,9 @@ def phases(counts: Counts, rank: int, iterations: int) -> Iterator[None]:
         before, counts.phase = counts.phase, f"save {run.state.iteration}"
         if rank:  # what the first rank creates, which writes before it in a real job
             watched, Files.counts = Files.counts, None
-            (Path(run.config.run.dir) / "checkpoints" / f".new-iter_{run.state.iteration:07d}").mkdir(parents=True, exist_ok=True)
+            (Path(run.config.run.dir) / "checkpoints" / f".new-iter_{run.state.iteration:07d}").mkdir(
+                parents=True, exist_ok=True
+            )
             Files.counts = watched
         save_run(run, *args, **kwargs)
         counts.phase = before
@@ -405,6 +414,8 @@ def drive(
     Files.folders, Files.package = (str(folder),), os.path.dirname(megatron_lite.__file__)
     config = config_of(folder, world_size, **changes)
     with phases(counts, rank, iterations), suppress(StoppedEarly, Enough), ExitStack() as stack:
+        # The output of this process stays as it is.
+        stack.enter_context(mock.patch("megatron_lite.launch.pretrain.survive_lost_output"))
         if world_size > 1:
             stack.enter_context(fake_world(counts, rank, world_size, tape, kept))
             stack.enter_context(_other_hosts(rank, world_size))

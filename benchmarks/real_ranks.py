@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ STEPS = 4
 
 
 def config_of(folder: Path, world_size: int) -> Any:
-    from megatron_lite.config.load import load_config
     from one_rank import FIELDS
+
+    from megatron_lite.config.load import load_config
 
     size = 4 if world_size >= 32 else 2
     changes = {
@@ -37,6 +39,7 @@ def config_of(folder: Path, world_size: int) -> Any:
 def rank_process(rank: int, world_size: int, port: int, folder: Path, started: float) -> None:
     """Train as this rank; rank 0 writes its measurements. It does not return."""
     import torch
+
     from megatron_lite.launch.pretrain import pretrain
 
     with open(folder / f"rank_{rank}.log", "w") as log:
@@ -45,7 +48,9 @@ def rank_process(rank: int, world_size: int, port: int, folder: Path, started: f
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     code, ends = 1, []
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({key: str(value) for key, value in (place | {"MASTER_PORT": port}).items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(
+        {key: str(value) for key, value in (place | {"MASTER_PORT": port}).items()}, MASTER_ADDR="127.0.0.1"
+    )
     torch.set_num_threads(1)
     try:
         config = config_of(folder, world_size)
@@ -65,10 +70,10 @@ def rank_process(rank: int, world_size: int, port: int, folder: Path, started: f
 
 def measure(world_size: int, folder: Path) -> dict[str, Any]:
     """Seconds to the first step, the median of the others, to the end of the save, and descriptors of rank 0."""
-    import megatron_lite.launch.pretrain
     import one_rank
-    import torch._dynamo  # noqa: F401  every optimizer imports it
-    import torch.testing._internal  # noqa: F401
+
+    for loaded in ("megatron_lite.launch.pretrain", "torch._dynamo"):  # every optimizer imports the second
+        import_module(loaded)
 
     one_rank.write_corpus(folder)
     with socket.socket() as probe:

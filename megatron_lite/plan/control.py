@@ -8,7 +8,7 @@ compares the counts here. The slowest rank, or rank 0 and the storage, which ser
 from dataclasses import dataclass
 from math import ceil, log2
 
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan.estimate import Plan
 from megatron_lite.plan.units import duration, size_text
@@ -22,11 +22,11 @@ CONNECTION_SECONDS = 3e-4  # of a pair of ranks in Gloo
 STORAGE = 25e9
 STORAGE_OF_A_MACHINE = 2.5e9
 
-# Requests of a rank to the store, which do not depend on the number of ranks.
+# Requests of the busiest rank to the store, rounded up; they do not depend on the number of ranks.
 REQUESTS_OF_A_GROUP = 1  # its address; the others are read when two ranks connect
-REQUESTS_OF_A_START = 60
-REQUESTS_OF_A_SAVE = 15
-REQUESTS_OF_A_RESUME = 20  # beside those of a start
+REQUESTS_OF_A_START = 100
+REQUESTS_OF_A_SAVE = 40
+REQUESTS_OF_A_RESUME = 40  # beside those of a start
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,18 @@ def requests_seconds(count: int, world_size: int) -> float:
     return max(count * REQUEST_SECONDS, count * world_size / SERVED_PER_SECOND) if world_size > 1 else 0.0
 
 
-def groups_of(grid: Grid, rank: int = 0) -> list[tuple[int, ...]]:
-    """The groups of several ranks that a rank joins, each once; one more for the pipes of a pipeline."""
-    ctx = ParallelContext.at(grid, rank)
-    groups = (value for value in vars(ctx).values() if hasattr(value, "ranks"))
-    found = list(dict.fromkeys(group.ranks for group in groups if len(group.ranks) > 1))
-    return [*found, ctx.pp.ranks] if grid.pp > 1 else found
+def groups_of(grid: Grid, *, gathers: bool) -> list[tuple[int, ...]]:
+    """The groups of several ranks that rank 0 joins: each once, a second one of a pipeline for its pipes, and, if an
+    optimizer `gathers` weights, a second one of its ranks."""
+    ctx = ParallelContext.at(grid, 0)
+    groups = (value for value in vars(ctx).values() if isinstance(value, Group))
+    found = [*dict.fromkeys(group.ranks for group in groups), ctx.pp.ranks]
+    return [ranks for ranks in (*found, *([ctx.dp_cp.ranks] if gathers else [])) if len(ranks) > 1]
 
 
-def start(grid: Grid) -> Event:
+def start(grid: Grid, *, gathers: bool) -> Event:
     """Processes until the first step; without the data's index files, which an earlier start has written."""
-    groups = groups_of(grid)
+    groups = groups_of(grid, gathers=gathers)
     # A ring has two neighbours; a tree as many as its depth.
     connections = sum(2 + ceil(log2(len(ranks))) for ranks in groups)
     requests = REQUESTS_OF_A_START + len(groups) * REQUESTS_OF_A_GROUP + 2 * connections
@@ -80,10 +81,10 @@ def save(grid: Grid, size: float, machines: int) -> Event:
     return Event({"storage": storage_seconds(size, machines), "store": requests}, size)
 
 
-def resume(grid: Grid, size: float, machines: int, link: float) -> Event:
+def resume(grid: Grid, size: float, machines: int, link: float, *, gathers: bool) -> Event:
     """A start from a checkpoint of so many bytes. One rank reads each of them; the others with equal values get them
     over a link of so many bytes/s."""
-    parts = dict(start(grid).parts)
+    parts = dict(start(grid, gathers=gathers).parts)
     parts["store"] += requests_seconds(REQUESTS_OF_A_RESUME, grid.world_size)
     parts["storage"] = storage_seconds(size, machines)
     if grid.dp * grid.cp > 1:
@@ -95,11 +96,11 @@ def events(plan: Plan) -> dict[str, Event]:
     """The start, the save and the resume of a plan."""
     grid, size = plan.grid, plan.checkpoint_bytes
     machines = ceil(grid.world_size / plan.machines.ranks_per_machine)
-    link = plan.machines.rate(grid.group(0, "cp", "dp"))
+    link, gathers = plan.machines.rate(grid.group(0, "cp", "dp")), plan.config.optim.distributed
     return {
-        "start": start(grid),
+        "start": start(grid, gathers=gathers),
         "save": save(grid, size, machines),
-        "resume": resume(grid, size, machines, link),
+        "resume": resume(grid, size, machines, link, gathers=gathers),
     }
 
 
