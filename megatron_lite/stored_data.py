@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.compatible import CORPORA
-from megatron_lite.checkpoint.layout import USE_ANOTHER, Layout
+from megatron_lite.checkpoint.layout import USE_ANOTHER, Layout, StoredSlice, Value
+from megatron_lite.checkpoint.store import Opened
 from megatron_lite.config.schema import Config, DataConfig
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.identity import recorded_identities
@@ -69,23 +71,36 @@ def own_config(
 
 def check_copies(folder: Path, layout: Layout) -> None:
     """Raise CheckpointError with `differing_copies`."""
-    if found := differing_copies(layout):
+    if found := differing_copies(folder, layout):
         raise CheckpointError(f"{folder}: {found}; each layout would be another model. {USE_ANOTHER}")
 
 
-def differing_copies(layout: Layout) -> str:
+def differing_copies(folder: Path, layout: Layout, end: int | None = None) -> str:
     """Two files whose copies of a value differ: of a tensor that ranks of tp replicate, or of a tied embedding.
 
-    Their checksums are compared, so no tensor is read. Empty where all copies are equal.
+    Their checksums are compared, so no tensor is read; those of version 3 are in the headers of the files. Empty where
+    all copies are equal. `end` is that of the elements of each shard that are compared: a file of each rank of tp has
+    the first ones, however many data-parallel ranks share the rest.
     """
-    for name, tensor in layout.tensors.items():
-        original = layout.tensors[tensor.copy_of].values if tensor.copy_of else {}
-        for kind, value in tensor.values.items():
-            first: dict[tuple, tuple[str, str]] = {}
-            others = original[kind].slices if kind in original else ()
-            for stored in (*others, *value.slices):
-                of_rank = (stored.start, stored.end, stored.dp, stored.tp if tensor.shard.is_split else None)
-                file, key = first.setdefault(of_rank, (stored.file, stored.key))
-                if layout.files[stored.file].crc32[stored.key] != layout.files[file].crc32[key]:
-                    return f"{kind} of {name} differs in {file} and {stored.file}, which have copies of it"
+    with Opened(folder, layout) as opened:
+        for name, tensor in layout.tensors.items():
+            original = layout.tensors[tensor.copy_of].values if tensor.copy_of else {}
+            for kind, value in tensor.values.items():
+                others = (tensor.copy_of,) if kind in original else ()
+                if not _has_copies(value, tensor.shard.is_split) and not others:
+                    continue
+                first: dict[tuple, StoredSlice] = {}
+                for stored in chain(
+                    *(layout.slices(each, kind, end and (lambda _: (0, end))) for each in (*others, name))
+                ):
+                    of_rank = (stored.start, stored.end, stored.dp, stored.tp if tensor.shard.is_split else None)
+                    copy = first.setdefault(of_rank, stored)
+                    if copy is not stored and opened.checksums(stored) != opened.checksums(copy):
+                        return f"{kind} of {name} differs in {copy.file} and {stored.file}, which have copies of it"
     return ""
+
+
+def _has_copies(value: Value, is_split: bool) -> bool:
+    """Whether several ranks of tp, or several stages, may have saved one range of a value."""
+    stages = {each.pp for each in (*value.rules, *value.slices)}
+    return bool(value.slices) or len(stages) > 1 or (not is_split and any(rule.tp[1] > 1 for rule in value.rules))

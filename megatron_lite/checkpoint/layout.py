@@ -3,28 +3,41 @@
     checkpoints/
       latest_checkpointed_iteration.txt      the tracker: "100"
       iter_0000100/
-        layout.json                          this file: grid, config, state, tensors, files, checksums
+        layout.json                          this file: grid, config, state, tensors, files
         mp_rank_00/                          mp_rank_{tp:02d}, with pipeline stages mp_rank_{tp:02d}_{pp:03d}
           model.safetensors                  weights by name
           model_dp_000.safetensors           likewise, a file for each data-parallel rank that has its own shards
           optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq; a file for each
                                              data-parallel rank that has its own shards
-          rng_dp_000.safetensors             random generators, a file for each data-parallel rank
+          rng_host_00000.safetensors         "{rank}/{stream}": random generators of the ranks of a machine, named by
+                                             the first of them and in the folder of that rank
 
-An entry of a tensor has its global shape and the `Shard` over tensor-parallel ranks. Each stored slice states its
-tensor-parallel rank and its range of that rank's flattened shard, because the files of several data-parallel ranks may
-hold one shard. A slice with `dp` is a value that differs between data-parallel ranks (local SGD). The tied head of a
-separate stage is a `copy_of` the embedding. Nothing is pickled. Each tensor in a file has a checksum for every MiB, so
-a slice can be checked alone. `crc32` at the top covers the rest of layout.json.
+An entry of a tensor has its global shape and the `Shard` over tensor-parallel ranks. Its values have a `Rule` for each
+pipeline stage, which gives the range of every rank in the flattened shard: the size of layout.json depends on the model
+and on the number of files alone. Slices without a rule are listed (`pieces`). The tied head of a separate stage is a
+`copy_of` the embedding. Nothing is pickled.
+
+`crc32` at the top covers the rest of layout.json, which has the checksum of each file's header. The header has a
+checksum for every MiB of each tensor, so a slice can be checked alone. Version 2 listed all slices and checksums here.
 """
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from megatron_lite.config.schema import Config
 from megatron_lite.crc32 import crc32
@@ -36,7 +49,8 @@ from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import parse_strictly
 
 FORMAT = "megatron_lite checkpoint"
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)  # versions that are read
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
 CHUNK_BYTES = 1 << 20  # bytes of a tensor for each checksum
@@ -56,12 +70,20 @@ class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class FileInfo(_Entry):
-    """A tensor file: its size, and checksums of its header and of each `CHUNK_BYTES` of each tensor in it."""
+class _Short(_Entry):
+    """An entry that is written without its empty fields."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value not in (None, ())}
+
+
+class FileInfo(_Short):
+    """A tensor file: its size, and the checksum of its header."""
 
     bytes: NonNegativeInt
     header_crc32: Checksum
-    crc32: dict[str, tuple[Checksum, ...]]
+    crc32: dict[str, tuple[Checksum, ...]] | None = None  # version 2: of each `CHUNK_BYTES` of each tensor
 
 
 class StoredSlice(_Entry):
@@ -73,27 +95,44 @@ class StoredSlice(_Entry):
     pp: NonNegativeInt
     start: NonNegativeInt
     end: NonNegativeInt
-    dp: NonNegativeInt | None = None
+    dp: NonNegativeInt | None = None  # of a value that differs between data-parallel ranks (local SGD)
 
 
-class Value(_Entry):
+Range = tuple[NonNegativeInt, NonNegativeInt]  # half-open
+
+
+class Rule(_Entry):
+    """The slices of a value that stage `pp` has saved: each tensor-parallel rank in the range `tp` its full shard.
+
+    With `chunk`, number i of the ranks that share it has elements i * chunk - shift to (i + 1) * chunk - shift, as far
+    as the shard has them. With `dp`, values differ between the data-parallel ranks in that range.
+    """
+
+    pp: NonNegativeInt
+    tp: Range
+    dp: Range | None = None
+    chunk: NonNegativeInt = 0
+    shift: NonNegativeInt = 0
+
+    def numbers(self, start: int, end: int) -> tuple[int, int]:
+        """The range of the numbers of data-parallel ranks with a file that has any of these elements."""
+        if self.chunk:
+            return ((start + self.shift) // self.chunk, -(-(end + self.shift) // self.chunk)) if start < end else (0, 0)
+        return self.dp or (0, 1)
+
+    def file(self, kind: str, tp: int, number: int, grid: Grid) -> str:
+        """The file of tensor-parallel rank `tp` and data-parallel rank `number`."""
+        return tensor_file_name(kind, tp, self.pp, number if self.chunk or self.dp else None, grid)
+
+
+class Value(_Short):
     """One value of a parameter: the weight, its fp32 master or a moment."""
 
     dtype: str
+    rules: tuple[Rule, ...] = ()
     slices: tuple[StoredSlice, ...] = Field(
-        validation_alias=AliasChoices("pieces", "slices"), serialization_alias="pieces"
+        default=(), validation_alias=AliasChoices("pieces", "slices"), serialization_alias="pieces"
     )
-
-    def slices_for(self, shard: Shard, tp: int, pp: int, dp: int, tp_size: int) -> list[StoredSlice]:
-        """The slices that form the full tensor once. `tp_size` tensor-parallel ranks have saved it.
-
-        Where several stages or ranks have saved equal values, the reader's own stage `pp` and rank `tp` are preferred.
-        `dp` selects the data-parallel rank where values differ between these ranks.
-        """
-        candidates = [stored for stored in self.slices if stored.dp in (None, dp)]
-        stages = {stored.pp for stored in candidates}
-        stage = pp if pp in stages else min(stages, default=0)
-        return [s for s in candidates if s.pp == stage and (shard.is_split or s.tp == tp % tp_size)]
 
 
 class TensorLayout(_Entry):
@@ -140,6 +179,7 @@ class _Origin(BaseModel, strict=True):
     forward_step: str = ""
     model_type: str = ""
     token_ids: dict[str, int | list[int] | None] = {}
+    init_version: Count = 1
     corpora: list[_Corpus] = []
 
 
@@ -171,20 +211,77 @@ class Layout(_Entry):
                 raise ValueError(f"{name} has no {WEIGHT}")
             if tensor.copy_of and tensor.copy_of not in self.tensors:
                 raise ValueError(f"{name} is a copy of {tensor.copy_of}, which is not described")
-            numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
+            numel = self.shard_numel(name)
             for kind, value in tensor.values.items():
                 if SAFETENSORS_DTYPES.get(value.dtype) not in PRECISION_NAMES:
                     raise ValueError(f"{kind} of {name} has the dtype {value.dtype}")
+                for rule in value.rules:
+                    self._check_rule(rule, kind, name, numel)
                 for stored in value.slices:
-                    if stored.key not in (name, f"{kind}/{name}"):
+                    if stored.key not in (name, key_of(name, kind)):
                         raise ValueError(f"{kind} of {name} has the key {stored.key}")
                     if stored.tp >= self.grid.tp or stored.pp >= self.grid.pp:
                         raise ValueError(f"{name} has a slice of tp {stored.tp}, pp {stored.pp}, outside of the grid")
                     if not stored.start <= stored.end <= numel:
                         raise ValueError(f"{name} has elements {stored.start} to {stored.end}, its shard has {numel}")
-                    if stored.file not in self.files or stored.key not in self.files[stored.file].crc32:
+                    info = self.files.get(stored.file)
+                    if info is None or (info.crc32 is not None and stored.key not in info.crc32):
                         raise ValueError(f"{name} is in {stored.file}, which is not described")
         return self
+
+    def _check_rule(self, rule: Rule, kind: str, name: str, numel: int) -> None:
+        """Raise ValueError unless the grid has the ranks of the rule; `files` bounds their number, as each has one."""
+        (tp, tp_end), (number, end) = rule.tp, rule.numbers(0, numel)
+        if not tp < tp_end <= self.grid.tp or rule.pp >= self.grid.pp:
+            raise ValueError(f"{name} has slices of tp {tp} to {tp_end}, pp {rule.pp}, outside of the grid")
+        if not number <= end <= self.grid.dp * self.grid.cp or (rule.dp and rule.chunk):
+            raise ValueError(f"{name} has slices of dp {number} to {end}, outside of the grid")
+        ends = [rule.file(kind, *place, self.grid) for place in ((tp, number), (tp_end - 1, end - 1)) if number < end]
+        if missing := [file for file in ends if file not in self.files]:
+            raise ValueError(f"{name} is in {missing[0]}, which is not described")
+        if (tp_end - tp) * (end - number) > len(self.files):
+            raise ValueError(f"{name} is in more files than are described")
+
+    def shard_numel(self, name: str) -> int:
+        """The number of elements of one tensor-parallel rank's shard of a tensor."""
+        tensor = self.tensors[name]
+        return prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
+
+    def slices(
+        self, name: str, kind: str, wanted: Callable[[int], Range] | None = None, dp: int | None = None
+    ) -> Iterator[StoredSlice]:
+        """The slices of a value, of each rank that has saved it. Those of the rules are made here, one by one.
+
+        `wanted` gives the range of elements that a reader wants of a tensor-parallel rank's shard: other slices of the
+        rules are left out. `dp` selects the data-parallel rank where values differ between these.
+        """
+        value, numel = self.tensors[name].values[kind], self.shard_numel(name)
+        yield from (stored for stored in value.slices if dp is None or stored.dp in (None, dp))
+        for rule in value.rules:
+            for tp in range(*rule.tp):
+                start, end = (0, numel) if wanted is None else wanted(tp)
+                if start == end and numel:
+                    continue
+                for number in range(*rule.numbers(start, end)):
+                    if rule.dp is None or dp in (None, number):
+                        first = max(0, number * rule.chunk - rule.shift)
+                        last = min(numel, (number + 1) * rule.chunk - rule.shift) if rule.chunk else numel
+                        file, own = rule.file(kind, tp, number, self.grid), number if rule.dp else None
+                        place = {"tp": tp, "pp": rule.pp, "start": first, "end": last, "dp": own}
+                        yield StoredSlice(file=file, key=key_of(name, kind), **place)
+
+    def slices_for(
+        self, name: str, kind: str, wanted: Callable[[int], Range] | None = None, *, tp: int, pp: int, dp: int
+    ) -> list[StoredSlice]:
+        """The slices that form the full tensor once, or those of them with any of the wanted elements.
+
+        Where several stages or ranks have saved equal values, the reader's own stage `pp` and rank `tp` are preferred.
+        """
+        is_split, own = self.tensors[name].shard.is_split, tp % self.grid.tp
+        candidates = list(self.slices(name, kind, wanted, dp))
+        stages = {stored.pp for stored in candidates}
+        stage = pp if pp in stages else min(stages, default=0)
+        return [stored for stored in candidates if stored.pp == stage and (is_split or stored.tp == own)]
 
 
 def dump_layout(layout: Layout) -> str:
@@ -211,9 +308,9 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     expected = content.pop("crc32")
     if expected != content_checksum(content):
         raise DamagedCheckpoint(f"{path}: damaged or edited, its checksum is not {expected!r}. {USE_ANOTHER}")
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
+    if content.get("format") != FORMAT or content.get("version") not in READABLE:
         found = f"has format {content.get('format')!r}, version {content.get('version')!r}"
-        wants = f"wants {FORMAT!r}, version {VERSION}; use the megatron_lite that wrote it, or a newer one"
+        wants = f"wants {FORMAT!r}, version {VERSION} or 2; use the megatron_lite that wrote it, or a newer one"
         raise CheckpointError(f"{path}: {found}; {wants}")
     try:
         _Facts.model_validate(content)
@@ -229,16 +326,25 @@ def _first_error(error: ValidationError) -> str:
 
 def read_layout(folder: Path) -> Layout:
     """The layout of the checkpoint in `folder`, an iter_... directory."""
+    return layout_in(read_text(folder), folder)
+
+
+def read_text(folder: Path) -> bytes:
+    """The text of layout.json of the checkpoint in `folder`."""
     path = folder / LAYOUT_FILE
     try:
-        text = read_file(path)
+        return read_file(path)
     except FileNotFoundError:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {USE_ANOTHER}") from None
         raise CheckpointError(f"{folder}: has no {LAYOUT_FILE}; import it with `megatron-lite convert`") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    layout = parse_layout(text, path)
+
+
+def layout_in(text: bytes, folder: Path) -> Layout:
+    """The layout in the text of layout.json of the checkpoint in `folder`."""
+    layout = parse_layout(text, folder / LAYOUT_FILE)
     if iteration_of(folder.name.removeprefix(".old-")) not in (None, layout.iteration):
         raise CheckpointError(f"{folder}: is of another iteration. Rename it to {iteration_folder(layout.iteration)}")
     return layout
@@ -258,6 +364,17 @@ def parse_config(fields: dict[str, Any], folder: Path, config_type: type[Config]
 def mp_rank_folder(tp: int, pp: int, grid: Grid) -> str:
     """Megatron-LM's name of the folder of one model-parallel rank."""
     return f"mp_rank_{tp:02d}_{pp:03d}" if grid.pp > 1 else f"mp_rank_{tp:02d}"
+
+
+def tensor_file_name(kind: str, tp: int, pp: int, number: int | None, grid: Grid) -> str:
+    """The file of a value of this kind; `number` is that of a data-parallel rank with a shard of its own."""
+    own = f"model_dp_{number or 0:03d}" if kind == WEIGHT else f"optimizer_dp_{number or 0:03d}"
+    return f"{mp_rank_folder(tp, pp, grid)}/{'model' if kind == WEIGHT and number is None else own}.safetensors"
+
+
+def key_of(name: str, kind: str) -> str:
+    """The key of a value in a tensor file."""
+    return name if kind == WEIGHT else f"{kind}/{name}"
 
 
 def iteration_folder(iteration: int) -> str:

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.compatible import STATE, Fields, changed_model, differing
-from megatron_lite.checkpoint.contents import Contents, replica_of
+from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.layout import USE_ANOTHER, WEIGHT, Layout
-from megatron_lite.checkpoint.reshard import Move, moves, rectangles, tile
+from megatron_lite.checkpoint.reshard import Move, find_moves, rectangles, tile
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
@@ -95,7 +95,8 @@ def plan(
     for name, targets in contents.by_kind().items():
         if name in ADDED_AT_FINE_TUNING and name not in layout.tensors:
             continue
-        tensor = layout.tensors[stored_name(name, table, layout)]
+        stored = stored_name(name, table, layout)
+        tensor = layout.tensors[stored]
         if name in contents.optimizer_state and set(targets) != set(tensor.values):
             if set(tensor.values) == {WEIGHT}:
                 raise CheckpointError(
@@ -112,9 +113,9 @@ def plan(
                     f"{folder}: {kind} differs on {layout.grid.dp} data-parallel ranks, this run has {ctx.dp.size}; "
                     f"use {layout.grid.dp}, or load the weights alone with checkpoint.load_weights"
                 )
-            slices = value.slices_for(tensor.shard, ctx.tp.rank, ctx.pp.rank, replica_of(ctx), layout.grid.tp)
             wanted = rectangles(tensor.shape, table[name].shard, ctx.tp.rank, ctx.tp.size, shard.start, shard.end)
-            planned = moves(tensor, slices, layout.grid.tp, wanted)
+            place = {"tp": ctx.tp.rank, "pp": ctx.pp.rank, "dp": ctx.dp_cp.rank}
+            planned = find_moves(layout, stored, kind, wanted, **place)
             if (count := sum(move.target.numel for move in planned)) != shard.values.numel():
                 raise CheckpointError(
                     f"{folder}: {kind} of {name} has {count:,} of the {shard.values.numel():,} elements of this rank"
@@ -122,6 +123,20 @@ def plan(
             if not tile((move.target.box for move in planned), (rectangle.box for rectangle in wanted)):
                 raise CheckpointError(f"{folder}: slices of {kind} of {name} overlap; {USE_ANOTHER}")
             found.append((shard, planned))
+    return found
+
+
+def readers(shards: Sequence[LocalShard], ctx: ParallelContext) -> list[int | None]:
+    """The rank of dp_cp that reads each value for all of them; None where every rank reads its own.
+
+    Replicated values are read by one rank each, and every rank reads about as many bytes.
+    """
+    group, found, before = ctx.dp_cp, [], 0
+    is_replicated = [shard.across_dp == "replicated" and group.pg is not None for shard in shards]
+    total = sum(shard.values.nbytes for shard, is_one in zip(shards, is_replicated, strict=True) if is_one)
+    for shard, is_one in zip(shards, is_replicated, strict=True):
+        found.append(min(before * group.size // max(1, total), group.size - 1) if is_one else None)
+        before += shard.values.nbytes * is_one
     return found
 
 

@@ -14,7 +14,7 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import StoredSlice, TensorLayout
+from megatron_lite.checkpoint.layout import Layout, StoredSlice, TensorLayout
 from megatron_lite.parallel.shard import Shard
 
 BLOCK = 2 << 20  # elements that are read at a time
@@ -141,3 +141,22 @@ def moves(
                 if (shared := source.within(target)).numel:
                     found.append(Move(stored, shared, target.within(shared)))
     return found
+
+
+def find_moves(
+    layout: Layout, name: str, kind: str, targets: Sequence[Rectangle], *, tp: int, pp: int, dp: int
+) -> list[Move]:
+    """The moves that fill the targets from a value of a checkpoint, for the reader of `Layout.slices_for`.
+
+    Only slices that the targets need are looked at, however many there are.
+    """
+    tensor, size = layout.tensors[name], layout.grid.tp
+
+    def wanted(rank: int) -> tuple[int, int]:
+        if not tensor.shard.is_split and rank != tp % size:
+            return 0, 0
+        sources = rectangles(tensor.shape, tensor.shard, rank, size, copies=False)
+        shared = [both for source in sources for target in targets if (both := source.within(target)).numel]
+        return min((each.offset for each in shared), default=0), max((each.end for each in shared), default=0)
+
+    return moves(tensor, layout.slices_for(name, kind, wanted, tp=tp, pp=pp, dp=dp), size, targets)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.contents import Contents
+from megatron_lite.checkpoint.contents import Contents, rng_of_host
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.agreement import all_gather_objects, on_all
+from megatron_lite.parallel.agreement import gather_objects, on_all
+from megatron_lite.parallel.collectives import reduce_on_host
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.waiting import ignore_this_thread
 
@@ -91,7 +92,8 @@ class Saver:
         in the background the next save is waited for: training stops if that one fails too.
         """
         self.wait(say)
-        failed = self._in_background and any(all_gather_objects(self._failed, self._ctx.world))
+        contents = replace(contents, rng=rng_of_host(contents.rng, self._ctx))
+        failed = self._in_background and self._any_failed()
         started = time.perf_counter()
         self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
@@ -121,8 +123,8 @@ class Saver:
         def write() -> tuple[float, float]:
             copies = on_all(copy, self._background.world)
             store.save(root, iteration, ctx=self._background, contents=copies, **rest)
-            waited = max(all_gather_objects(self._waited_seconds, self._background.world))
-            return time.perf_counter() - started, waited
+            waited = gather_objects(self._waited_seconds, self._background.world)  # the first rank prints it
+            return time.perf_counter() - started, max(waited, default=0.0)
 
         self._in_flight = self._thread.submit(write)
         self._is_copied = is_copied
@@ -130,6 +132,11 @@ class Saver:
         if copy_at_once:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
+
+    def _any_failed(self) -> bool:
+        """Whether the last save in the background failed on any rank. Communicates: a number over the world."""
+        failed, world = float(self._failed), self._ctx.world
+        return reduce_on_host(failed, world, "the success of the last save", device=self._ctx.device, op="max") > 0
 
     @property
     def is_copying(self) -> bool:

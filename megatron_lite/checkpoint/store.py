@@ -4,7 +4,7 @@ Each rank writes into a folder with a temporary name and waits for the disk. The
 renames the folder and replaces the tracker, so the tracker names a complete checkpoint at any time.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory, match
-from megatron_lite.checkpoint.contents import Contents, describe, join, rng_file
+from megatron_lite.checkpoint.contents import Contents, describe, find_rng, join, rng_file
 from megatron_lite.checkpoint.layout import (
     LAYOUT_FILE,
     USE_ANOTHER,
@@ -27,13 +27,15 @@ from megatron_lite.checkpoint.layout import (
     checksum,
     dump_layout,
     iteration_folder,
-    read_layout,
+    layout_in,
+    read_text,
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, save_errors, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, MegatronLiteError
-from megatron_lite.files import is_own, read_file, sync_folder
-from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
+from megatron_lite.files import is_own, sync_folder
+from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first, same
+from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamTable
@@ -46,6 +48,7 @@ READERS = 2  # threads; one waits for the disk while the other one checks and co
 class Loaded:
     """The content of a checkpoint without weights and optimizer state."""
 
+    folder: Path
     layout: Layout
     # States of random generators. None where the grid changed or training has not begun: the caller seeds new ones from
     # seed and iteration, so that the random values of the run's start are not repeated.
@@ -68,13 +71,14 @@ def save(
 ) -> Path:
     """The folder of the new checkpoint. At return it is on the disk and in the tracker.
 
-        contents          this rank's tensors
+        contents          this rank's tensors; `rng` are the generator states that it writes, as of `rng_of_host`
         state, config, origin   JSON objects; the first rank's are saved
         keep              number of newest checkpoints that stay, 0 for all
         keep_every        older checkpoints at multiples of this iteration stay too; 0 for none
 
     Collective over the world. An error on any rank is raised on all of them, and earlier checkpoints stay.
-    Communicates: descriptions of files to the first rank, no tensors.
+    Communicates: to the first rank, sizes and checksums of a rank's two or three files, and the entries in layout.json
+    of the tensors that the rank describes; each is described once, whatever the number of ranks. No tensors.
     """
     folder = root / f".new-{iteration_folder(iteration)}"
     try:
@@ -90,7 +94,7 @@ def save(
                 config=config,
                 origin=origin,
                 tensors=join(tensors for tensors, _ in written),
-                files={name: info for _, files in written for name, info in files.items()},
+                files={name: FileInfo(bytes=n, header_crc32=crc) for _, files in written for name, n, crc in files},
             )
             directory.write_durably(folder / LAYOUT_FILE, dump_layout(layout).encode())
             final = directory.publish(folder, root, iteration)
@@ -120,35 +124,56 @@ def load(
         contents          tensors to overwrite; without optimizer state the weights are converted to the given dtype
         provider          name of the model provider that built the custom model; empty: the built-in model
 
+    One of the ranks with equal values reads each of them. Ranks with a copy of a sharded range (`LocalShard.copy`) read
+    it too.
     Everything read is checked against its checksum. All checks of the layout come before any tensor is changed; after
     an error about damage the contents are undefined.
     Collective over the world; an error on any rank is raised on all of them, as are other layouts on some ranks.
-    Communicates: names over pp, and the success and a checksum of each rank; no tensors.
+    Communicates: names over pp in one pipeline, layout.json within a machine, a checksum and the success of each rank;
+    then replicated values over dp_cp.
     """
-    names = set().union(*all_gather_objects(list(table), ctx.pp))
+    # One pipeline finds tensors that the model lacks.
+    compares = ctx.tp.rank == ctx.dp_cp.rank == 0
+    names = set().union(*all_gather_objects(list(table), ctx.pp)) if compares else None
+    folder = directory.locate(root, iteration)
+    text = on_all(lambda: on_first(lambda: _layout_text(root, iteration), ctx.host), ctx.world)
+    if not same(checksum(text), ctx.world):
+        found = all_gather_objects(checksum(text), ctx.world)
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        problem = f"{root}: rank {other} reads another checkpoint of iteration {iteration} than rank 0"
+        raise CheckpointError(f"{problem}; copy that of one host to the others, or read it from a shared disk")
 
-    def read() -> Loaded:
-        folder = directory.locate(root, iteration)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
-        layout = read_layout(folder)
+    def read() -> tuple[Loaded, list[tuple[Tensor, int]]]:
+        layout = layout_in(text, folder)
         match.check_provider(layout, folder, provider)
         only_weights = not contents.optimizer_state
-        match.check_model(layout, folder, table=table, names=names, config=config, only_weights=only_weights)
+        known = layout.tensors if names is None else names
+        match.check_model(layout, folder, table=table, names=known, config=config, only_weights=only_weights)
         plan = match.plan(layout, folder, ctx=ctx, table=table, contents=contents, config=config)
+        readers, rng = match.readers([shard for shard, _ in plan], ctx), None
+        flats = [shard.values.detach().view(-1) for shard, _ in plan]
+        own = [at for at, reader in enumerate(readers) if reader in (None, ctx.dp_cp.rank)]
         with Opened(folder, layout) as opened:
-            opened.fill((shard.values.detach().view(-1), moves) for shard, moves in plan)
-            rng = None
-            if layout.grid == ctx.grid and rng_file(ctx) in layout.files:
-                rng = {key: tensor.clone() for key, tensor in opened.file(rng_file(ctx)).get_all().items()}
-        return Loaded(layout, rng, bytes_read=sum(shard.values.nbytes for shard, _ in plan))
+            opened.fill((flats[at], plan[at][1]) for at in own)
+            name, prefix = find_rng(layout.files, ctx)
+            if layout.grid == ctx.grid and name:
+                found = opened.file(name)
+                keys = [key for key in found.dtypes if key.startswith(prefix)]
+                rng = {key.removeprefix(prefix): found.get(key).clone() for key in keys}
+        loaded = Loaded(folder, layout, rng, bytes_read=sum(flats[at].nbytes for at in own))
+        return loaded, [(flat, reader) for flat, reader in zip(flats, readers, strict=True) if reader is not None]
 
-    loaded = on_all(read, ctx.world)
-    found = all_gather_objects(checksum(read_file(directory.locate(root, iteration) / LAYOUT_FILE)), ctx.world)
-    if others := [rank for rank, each in enumerate(found) if each != found[0]]:
-        problem = f"{root}: rank {others[0]} reads another checkpoint of iteration {iteration} than rank 0"
-        raise CheckpointError(f"{problem}; copy that of one host to the others, or read it from a shared disk")
+    loaded, shared = on_all(read, ctx.world)
+    for flat, reader in shared:  # no rank can fail any more, so none waits for another one
+        flat.copy_(broadcast(flat.to(ctx.device), ctx.dp_cp, src=reader))
     return loaded
+
+
+def _layout_text(root: Path, iteration: int) -> bytes:
+    folder = directory.locate(root, iteration)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
+    return read_text(folder)
 
 
 def verify(folder: Path, layout: Layout, names: Iterable[str] | None = None) -> list[CheckpointError]:
@@ -165,17 +190,21 @@ def verify(folder: Path, layout: Layout, names: Iterable[str] | None = None) -> 
 
 def _write(
     folder: Path, ctx: ParallelContext, table: ParamTable, contents: Contents
-) -> tuple[dict[str, TensorLayout], dict[str, FileInfo]]:
-    """Write this rank's files, and describe them."""
+) -> tuple[dict[str, TensorLayout], list[tuple[str, int, str]]]:
+    """Write this rank's files. The tensors that it describes, and the name, size and header's checksum of each file."""
     shards = contents.saved_by(ctx).by_kind()
     described = describe(ctx, table, shards)
+    to_write: dict[str, Mapping[str, Tensor]] = {rng_file(ctx): contents.rng} if contents.rng else {}
+    for file, entries in described.files.items():
+        to_write[file] = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
+    files = []
     with save_errors("writing", folder / described.folder):
-        (folder / described.folder).mkdir(exist_ok=True)
-        files = {rng_file(ctx): write_tensors(folder / rng_file(ctx), contents.rng)} if contents.rng else {}
-        for file, entries in described.files.items():
-            tensors = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
-            files[file] = write_tensors(folder / file, tensors)
-        sync_folder(folder / described.folder)
+        for file, tensors in to_write.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            info = write_tensors(folder / file, tensors)
+            files.append((file, info.bytes, info.header_crc32))
+        for parent in {(folder / file).parent for file in to_write}:
+            sync_folder(parent)
     return described.tensors, files
 
 
@@ -198,6 +227,8 @@ class Opened:
 
     def file(self, name: str) -> TensorFile:
         """A file of the checkpoint. DamagedCheckpoint: it has a tensor of another dtype than layout.json."""
+        if name not in self.layout.files:
+            raise DamagedCheckpoint(f"{self._folder}: layout.json has no size and checksum of {name}. {USE_ANOTHER}")
         if name not in self._files:
             with names_file(name):
                 self._files[name] = self._opened(name)
@@ -212,6 +243,11 @@ class Opened:
                 problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
                 raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
         return found
+
+    def checksums(self, stored: StoredSlice) -> tuple[str, ...]:
+        """The checksums of a slice's chunks; no tensor is read, and version 2 needs no file either."""
+        in_layout = self.layout.files[stored.file].crc32 if stored.file in self.layout.files else None
+        return in_layout[stored.key] if in_layout is not None else self.file(stored.file).checksums(stored.key)
 
     def view(self, stored: StoredSlice, rectangle: Rectangle, memory: Memory | None = None) -> Tensor:
         """A rectangle `[rows, columns]` of a stored slice, in new memory or in `memory`."""

@@ -1,7 +1,9 @@
 """safetensors files: written at the speed of the disk with checksums, and read in slices that are checked.
 
 The format is a length, a JSON header and the bytes. The writer keeps one tensor at a time in host memory and the disk
-busy; the reader checks only the bytes that it reads.
+busy; the reader checks only the bytes that it reads. The header's `__metadata__` has the checksums of every tensor:
+under "crc32.{key}" eight digits for each `CHUNK_BYTES`. They are written last, in the place that the header has for
+them.
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -28,6 +30,7 @@ from megatron_lite.parallel.waiting import note_progress
 
 # The disk starts on this many bytes while the page cache receives the next ones.
 FLUSH_BYTES = 32 << 20
+METADATA, CRC = "__metadata__", "crc32."  # of a header; prefix of a key's checksums in it
 
 
 class Spec(NamedTuple):
@@ -60,17 +63,17 @@ class TensorWriter:
     """A writer of one safetensors file, tensor by tensor. A context manager.
 
     `specs` describe all tensors, key -> dtype and shape. They are added in the order of `keys`, from any device; one at
-    a time is in host memory, and the disk writes while the next one is copied.
+    a time is in host memory, and the disk writes while the next one is copied. The header has checksums, unless
+    `metadata` is given: that of a file for other programs.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None):
         self.path = path
         # Larger elements first keep every tensor aligned to its element size.
-        ordered = sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize)
-        self.keys = [key for key, _ in ordered]
-        self._specs = specs
-        self._header = _header(ordered, metadata or {})
-        self._checksums: dict[str, tuple[str, ...]] = {}
+        self._specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
+        self.keys = list(self._specs)
+        self._metadata = metadata
+        self._checksums: dict[str, str] = {}
         self._flushed: Future[None] = Future()
         self._flushed.set_result(None)
         self._unflushed_bytes = 0
@@ -79,7 +82,7 @@ class TensorWriter:
             stack.enter_context(save_errors("writing", path))
             self._file = stack.enter_context(path.open("wb", buffering=1 << 20))
             self._flusher = stack.enter_context(ThreadPoolExecutor(1))
-            self._file.write(self._header)
+            self._file.write(self._header())
             self._open = stack.pop_all()
 
     def __enter__(self) -> "TensorWriter":
@@ -93,28 +96,44 @@ class TensorWriter:
         key = self.keys[len(self._checksums)]
         spec = self._specs[key]
         assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, tuple(spec.shape)), (key, tensor.shape, spec)
-        data, checksums = _bytes_of(tensor), []
+        data, checksums = _bytes_of(tensor), ""
         with save_errors("writing", self.path):
             for start in range(0, len(data), CHUNK_BYTES):
                 note_progress()
                 chunk = data[start : start + CHUNK_BYTES]
-                checksums.append(checksum(chunk))
+                checksums += checksum(chunk)
                 self._file.write(chunk)
                 self._unflushed_bytes += len(chunk)
                 if self._unflushed_bytes >= FLUSH_BYTES and self._flushed.done():
                     self._flushed.result()
                     self._flushed, self._unflushed_bytes = self._flusher.submit(os.fsync, self._file.fileno()), 0
-        self._checksums[key] = tuple(checksums)
+        self._checksums[key] = checksums
 
     def close(self) -> FileInfo:
         """Finish the file, and return when the disk has every byte."""
         assert len(self._checksums) == len(self.keys), f"{self.path}: {len(self._checksums)} of {len(self.keys)} added"
         with self._open, save_errors("writing", self.path):
             self._flushed.result()
+            size, header = self._file.tell(), self._header()
+            self._file.seek(0)
+            self._file.write(header)
             self._file.flush()
             os.fsync(self._file.fileno())
-            size = self._file.tell()
-        return FileInfo(bytes=size, header_crc32=checksum(self._header), crc32=self._checksums)
+        return FileInfo(bytes=size, header_crc32=checksum(header))
+
+    def _header(self) -> bytes:
+        """The file's start. Its length does not depend on the checksums, which are zeros until a tensor is added."""
+        entries, offset = {}, 0
+        metadata = {} if self._metadata is None else dict(self._metadata)
+        for key, spec in self._specs.items():
+            end = offset + prod(spec.shape) * spec.dtype.itemsize
+            place = {"dtype": SAFETENSORS_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+            if self._metadata is None:
+                metadata[CRC + key] = self._checksums.get(key, "0" * 8 * -(-(end - offset) // CHUNK_BYTES))
+            entries[key], offset = place, end
+        text = json.dumps(({METADATA: metadata} if metadata else {}) | entries, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % 64)  # data starts at a cache line
+        return struct.pack("<Q", len(text)) + text
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
@@ -145,7 +164,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, info: FileInfo):
-        self.path, self._info = path, info
+        self.path = path
         regular_file(path.parents[1], f"{path.parent.name}/{path.name}")
         with self._open() as file:
             size = os.fstat(file.fileno()).st_size
@@ -158,8 +177,8 @@ class TensorFile:
         try:
             self._entries = dict(_entries(header, info))
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise DamagedCheckpoint(f"{path}: header and layout.json differ ({problem}). {USE_ANOTHER}") from None
+            problem = f"header and layout.json differ ({type(error).__name__}: {error})"
+            raise DamagedCheckpoint(f"{path}: {problem}. {USE_ANOTHER}") from None
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -176,11 +195,22 @@ class TensorFile:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
             raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {USE_ANOTHER}") from error
 
+    def entry(self, key: str, numel: int) -> "_Entry":
+        """The place of a tensor. DamagedCheckpoint: it is missing, or has another number of elements."""
+        found, where = self._entries.get(key), f"{self.path}: tensor {key}"
+        if found is None:
+            raise DamagedCheckpoint(f"{where} is in layout.json but missing. {USE_ANOTHER}")
+        if found.numel != numel:
+            raise DamagedCheckpoint(f"{where} has {found.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}")
+        return found
+
+    def checksums(self, key: str) -> tuple[str, ...]:
+        """The checksums of a tensor's chunks; none of one that is missing."""
+        return self._entries[key].checksums if key in self._entries else ()
+
     def read(self, key: str, numel: int, start: int, end: int, memory: Memory | None = None) -> Tensor:
         """Elements `start` to `end` of a flattened tensor of `numel` elements, in new memory or in `memory`."""
-        entry, expected, where = self._entries[key], self._info.crc32[key], f"{self.path}: tensor {key}"
-        if entry.numel != numel:
-            raise DamagedCheckpoint(f"{where} has {entry.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}")
+        entry = self.entry(key, numel)
         size = entry.dtype.itemsize
         first_chunk = start * size // CHUNK_BYTES
         offset = first_chunk * CHUNK_BYTES
@@ -194,9 +224,9 @@ class TensorFile:
             while done < len(data) and (count := file.readinto(data[done:])):
                 done += count
         for number, place in enumerate(range(0, len(data), CHUNK_BYTES), first_chunk):
-            if (found := checksum(data[place : min(place + CHUNK_BYTES, done)])) != expected[number]:
-                problem = f"checksum {found} from byte {number * CHUNK_BYTES:,}, layout.json lists {expected[number]}"
-                raise DamagedCheckpoint(f"{where} has {problem}. {USE_ANOTHER}")
+            if (found := checksum(data[place : min(place + CHUNK_BYTES, done)])) != entry.checksums[number]:
+                problem = f"has checksum {found} from byte {number * CHUNK_BYTES:,}, not {entry.checksums[number]}"
+                raise DamagedCheckpoint(f"{self.path}: tensor {key} {problem}. {USE_ANOTHER}")
         return buffer[start * size - offset : end * size - offset].view(entry.dtype)
 
     @property
@@ -211,14 +241,13 @@ class TensorFile:
 
     def get_all(self) -> dict[str, Tensor]:
         """Every tensor of the file."""
-        return {key: self.get(key) for key in self._info.crc32}
+        return {key: self.get(key) for key in self._entries}
 
     def check(self) -> None:
         """Read and check the full file in small steps."""
-        for key in self._info.crc32:
-            numel = self._entries[key].numel
-            for start in range(0, numel, CHUNK_BYTES):
-                self.read(key, numel, start, min(start + CHUNK_BYTES, numel))
+        for key, entry in self._entries.items():
+            for start in range(0, entry.numel, CHUNK_BYTES):
+                self.read(key, entry.numel, start, min(start + CHUNK_BYTES, entry.numel))
 
 
 class _Entry(NamedTuple):
@@ -227,6 +256,7 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # byte in the file
+    checksums: tuple[str, ...]  # of each chunk
 
     @property
     def numel(self) -> int:
@@ -234,35 +264,23 @@ class _Entry(NamedTuple):
 
 
 def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
-    """The header's entries of the tensors in layout.json, each inside of the file and with a checksum per chunk."""
+    """The header's entries, each inside of the file and with a checksum per chunk; those of version 2 are in `info`."""
     described, end = json.loads(header[8:]), 0
-    for first, last in sorted(described[key]["data_offsets"] for key in info.crc32):
+    metadata = described.get(METADATA, {})
+    keys = [key for key in (described if info.crc32 is None else info.crc32) if key != METADATA]
+    for first, last in sorted(described[key]["data_offsets"] for key in keys):
         assert first == end <= last, "tensors overlap, or leave a gap"
         end = last
     assert len(header) + end == info.bytes, "tensors do not fill the file"
-    for key, expected in info.crc32.items():
+    for key in keys:
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
-        entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
+        digits = metadata[CRC + key] if info.crc32 is None else "".join(info.crc32[key])
+        assert len(digits) == 8 * -(-(end - start) // CHUNK_BYTES), "number of checksums"
+        checksums = tuple(digits[at : at + 8] for at in range(0, len(digits), 8))
+        entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start, checksums)
         assert all(type(n) is int and n >= 0 for n in (start, *entry.shape)), "not a size"
         assert entry.numel * entry.dtype.itemsize == end - start, "size and shape differ"
-        assert len(expected) == -(-(end - start) // CHUNK_BYTES), "number of checksums"
         yield key, entry
-
-
-def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for key, spec in ordered:
-        end = offset + prod(spec.shape) * spec.dtype.itemsize
-        entries[key] = {
-            "dtype": SAFETENSORS_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # data starts at a cache line
-    return struct.pack("<Q", len(text)) + text
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

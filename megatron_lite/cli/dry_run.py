@@ -135,7 +135,7 @@ def _has_foreign_weights(config: Config, world_size: int, model: str) -> bool:
     found = foreign_weights(config)
     if found is None:
         return False
-    origin, value = dict(found.origin), Value(dtype="F32", slices=())
+    origin, value = dict(found.origin), Value(dtype="F32")
     with TemporaryDirectory() as folder:
         if found.tokenizer:
             tokenizer_files.carry(found.tokenizer, Path(folder))
@@ -166,7 +166,7 @@ def _checked(config: Config, folder: Path, key: str, world_size: int, model: str
     """The config and counters of a run that starts from the checkpoint in `folder`, which the config names by `key`."""
     from megatron_lite.checkpoint import match
     from megatron_lite.checkpoint.contents import Contents
-    from megatron_lite.checkpoint.layout import WEIGHT, read_layout
+    from megatron_lite.checkpoint.layout import read_layout
     from megatron_lite.checkpoint.store import Opened
     from megatron_lite.data.identity import recorded_identities
     from megatron_lite.parallel.context import solo
@@ -181,10 +181,9 @@ def _checked(config: Config, folder: Path, key: str, world_size: int, model: str
             fields = config.model_dump(mode="json")
             match.plan(layout, folder, ctx=stage.ctx, table=stage.table, contents=contents, config=fields)
     with Opened(folder, layout) as opened:
-        for tensor in layout.tensors.values():
-            for value in [tensor.values[WEIGHT]] if only_weights else tensor.values.values():
-                for stored in value.slices:
-                    opened.file(stored.file)
+        for name in layout.files:
+            if "/model" in name or not only_weights:
+                opened.file(name)
     check_tokenizer(folder, layout, config, _origin(config))
     if only_weights:
         return config, TrainState()

@@ -58,7 +58,7 @@ def inspect(
         with Opened(folder, layout) as a, Opened(other_folder, read_layout(other_folder)) as b:
             code = compare(a, b, folder, other_folder)
             for opened, place in ((a, folder), (b, other_folder)):
-                if copies := differing_copies(opened.layout):
+                if copies := differing_copies(place, opened.layout):
                     raise CheckpointError(f"{place}: {copies}; only one of them was compared")
             raise typer.Exit(code)
     typer.echo("\n".join([str(folder), *summary(layout), ""]))
@@ -66,8 +66,9 @@ def inspect(
     with Opened(folder, layout) as opened:
         typer.echo("\n".join(tensor_table(layout, None if quick else opened, problems)))
     if verify:
-        copies = differing_copies(layout)
-        problems = [str(problem) for problem in verify_files(folder, layout)] + [f"{folder}: {copies}"] * bool(copies)
+        problems = [str(problem) for problem in verify_files(folder, layout)]
+        if not problems and (copies := differing_copies(folder, layout)):
+            problems = [f"{folder}: {copies}"]
         if not problems:
             typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
     if problems:
@@ -132,7 +133,8 @@ def tensor_table(layout: "Layout", opened: "Opened | None", problems: list[str])
     """A header and a line for each tensor, in aligned columns; damage is added to `problems`."""
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "split", "norm", "not finite", "optimizer", "files")]
     for name, tensor in progress(layout.tensors.items()) if opened else layout.tensors.items():
-        rows.append(_row(name, tensor, _statistics(opened, name, problems) if opened else ("", "")))
+        found = _statistics(opened, name, problems) if opened else ("", "")
+        rows.append(_row(name, tensor, found, _files(layout, name)))
     if opened is None:  # these columns would be empty
         rows = [(*row[:4], *row[6:]) for row in rows]
     return aligned(rows)
@@ -176,13 +178,25 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _row(name: str, tensor: "TensorLayout", statistics: tuple[str, str]) -> tuple[str, ...]:
+def _files(layout: "Layout", name: str) -> str:
+    """The files of a tensor, with the first and the last of data-parallel ranks."""
+    files = set()
+    for kind, value in layout.tensors[name].values.items():
+        files |= {stored.file for stored in value.slices}
+        for rule in value.rules:
+            first, end = rule.numbers(0, layout.shard_numel(name))
+            files |= {
+                rule.file(kind, tp, at, layout.grid) for tp in range(*rule.tp) for at in (first, max(first, end - 1))
+            }
+    return _joined(file.removesuffix(".safetensors") for file in sorted(files))
+
+
+def _row(name: str, tensor: "TensorLayout", statistics: tuple[str, str], files: str) -> tuple[str, ...]:
     from megatron_lite.checkpoint.layout import WEIGHT
 
     shard = tensor.shard
     fused = f" in parts {list(shard.parts)}" if shard.parts else ""
     state = {kind: value for kind, value in tensor.values.items() if kind != WEIGHT}
-    files = sorted({stored.file for value in tensor.values.values() for stored in value.slices})
     return (
         name,
         str(list(tensor.shape)),
@@ -190,7 +204,7 @@ def _row(name: str, tensor: "TensorLayout", statistics: tuple[str, str]) -> tupl
         (f"dim {shard.dim}{fused}" if shard.is_split else "unsharded") + (" (copy)" if tensor.copy_of else ""),
         *statistics,
         " ".join(f"{kind}:{value.dtype}" for kind, value in state.items()) or "none",
-        _joined(file.removesuffix(".safetensors") for file in files),
+        files,
     )
 
 

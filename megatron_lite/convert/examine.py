@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import Layout, StoredSlice, TensorLayout
-from megatron_lite.checkpoint.reshard import Move, moves, rectangles
+from megatron_lite.checkpoint.layout import Layout, StoredSlice, TensorLayout, Value
+from megatron_lite.checkpoint.reshard import Move, Rectangle, find_moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 
 
@@ -37,7 +37,7 @@ def statistics(opened: Opened, name: str, kind: str) -> Statistics:
     """The statistics of a full tensor. Where values differ between data-parallel ranks, those of the first rank."""
     total, found = 0.0, Statistics()
     tensor = opened.layout.tensors[name]
-    for stored in _slices(opened.layout, tensor, kind, 0):
+    for stored in opened.layout.slices_for(name, kind, tp=0, pp=0, dp=0):
         for block in _blocks(opened.layout, tensor, stored):
             values = opened.view(block.stored, block.source).double()
             finite = values.isfinite()
@@ -58,20 +58,15 @@ def difference(a: Opened, b: Opened, name: str, kind: str) -> Difference | str:
     if (in_a.shape, in_a.shard) != (in_b.shape, in_b.shard):
         return f"{list(in_a.shape)} split as {in_a.shard} in A, {list(in_b.shape)} split as {in_b.shard} in B"
     found = Difference()
-    replicas = [{stored.dp for stored in tensor.values[kind].slices} for tensor in (in_a, in_b)]
+    replicas = [_replicas(tensor.values[kind]) for tensor in (in_a, in_b)]
     if replicas[0] != replicas[1]:
         return "not of the same data-parallel ranks in A and B"
     for dp in replicas[0]:
-        slices_of_b = _slices(b.layout, in_b, kind, dp or 0)
+        place = {"tp": 0, "pp": 0, "dp": dp or 0}
         pairs = [
             (stored, move)
-            for stored in _slices(a.layout, in_a, kind, dp or 0)
-            for move in moves(
-                in_b,
-                slices_of_b,
-                b.layout.grid.tp,
-                rectangles(in_a.shape, in_a.shard, stored.tp, a.layout.grid.tp, stored.start, stored.end, copies=False),
-            )
+            for stored in a.layout.slices_for(name, kind, **place)
+            for move in find_moves(b.layout, name, kind, _rectangles(in_a, a.layout, stored), **place)
         ]
         if (common := sum(move.target.numel for _, move in pairs)) != prod(in_a.shape):
             return f"only {common:,} of {prod(in_a.shape):,} elements are in both"
@@ -106,11 +101,17 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def _slices(layout: Layout, tensor: TensorLayout, kind: str, dp: int) -> list[StoredSlice]:
-    return tensor.values[kind].slices_for(tensor.shard, 0, 0, dp, layout.grid.tp)
+def _replicas(value: Value) -> set[int | None]:
+    """The data-parallel ranks with values of their own; None where all have equal values."""
+    listed = {stored.dp for stored in value.slices}
+    return listed.union(*(range(*rule.dp) if rule.dp else {None} for rule in value.rules))
+
+
+def _rectangles(tensor: TensorLayout, layout: Layout, stored: StoredSlice) -> list[Rectangle]:
+    place = stored.tp, layout.grid.tp, stored.start, stored.end
+    return rectangles(tensor.shape, tensor.shard, *place, copies=False)
 
 
 def _blocks(layout: Layout, tensor: TensorLayout, stored: StoredSlice) -> Iterator[Move]:
-    place = stored.tp, layout.grid.tp, stored.start, stored.end
-    for rectangle in rectangles(tensor.shape, tensor.shard, *place, copies=False):
+    for rectangle in _rectangles(tensor, layout, stored):
         yield from Move(stored, rectangle, rectangle).blocks()

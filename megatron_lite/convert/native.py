@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.compatible import (
 )
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, USE_ANOTHER, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
-from megatron_lite.checkpoint.reshard import moves, rectangles, tile
+from megatron_lite.checkpoint.reshard import find_moves, rectangles, tile
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import SETTINGS, WRITTEN, dump_settings
@@ -109,22 +109,23 @@ class Stored:
 
     def shard_of(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         """The shard of one value that belongs to tensor-parallel rank `rank` of `size`."""
-        tensor, tp = self.layout.tensors[name], self.layout.grid.tp
+        tensor = self.layout.tensors[name]
         value = tensor.values[kind]
-        if self.layout.grid.dp > 1 and any(stored.dp is not None for stored in value.slices):
+        if self.layout.grid.dp > 1 and any(each.dp is not None for each in (*value.rules, *value.slices)):
             raise CheckpointError(
                 f"{self.folder}: {kind} differs on {self.layout.grid.dp} data-parallel ranks (sync.mode); convert the "
                 "common weights alone, with --weights-only"
             )
         wanted = rectangles(tensor.shape, shard, rank, size)
-        moved = moves(tensor, value.slices_for(shard, rank, 0, 0, tp), tp, wanted)
+        moved = find_moves(self.layout, name, kind, wanted, tp=rank, pp=0, dp=0)
         full, count = sum(each.numel for each in wanted), sum(move.target.numel for move in moved)
         if count != full:
             raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {full:,} elements")
         if not tile((move.target.box for move in moved), (each.box for each in wanted)):
             raise CheckpointError(f"{self.folder}: slices of {kind} of {name} overlap; {USE_ANOTHER}")
         for move in moved:
-            self._opened.file(move.stored.file)  # raises where a file is smaller than the memory for it would be
+            stored = move.stored  # raises where a file is smaller than the memory for it would be
+            self._opened.file(stored.file).entry(stored.key, stored.end - stored.start)
         local = torch.empty(shard.local_shape(tensor.shape, size), dtype=SAFETENSORS_DTYPES[value.dtype])
         for move in moved:
             self._opened.fill([(local.view(-1), [move])])

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
+from megatron_lite.data.index_cache import Check, cached_arrays, compare_checksums, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
@@ -138,14 +138,15 @@ def build_datasets(
     vocab_size: int | None,
     tokenizer_hash: str | None,
     make_sample: SampleMaker | None = None,
+    check: Check = compare_checksums,
 ) -> Splits:
     """The three datasets of a run, each with at least its `num_samples`; their samples are ranges of a token stream, or
     those of `make_sample`.
 
     `planned_samples` fix the orders (None: `num_samples`): a longer run appends epochs, a shorter one reads less.
     A validation or test set omits corpora without documents for it. `cache_dir` is for the index arrays; empty or None
-    is `cache/` beside the first corpus. `vocab_size` bounds the token ids; None disables the check. `tokenizer_hash` is
-    the tokenizer of all corpora; empty allows any single one, None several.
+    is `cache/` beside the first corpus; `check` is of those that are present. `vocab_size` bounds the token ids; None
+    disables that check. `tokenizer_hash` is the tokenizer of all corpora; empty allows any single one, None several.
     """
     blend, plan = parse_paths(paths), planned_samples or num_samples
     cache_dir = cache_folder(paths, cache_dir)
@@ -163,6 +164,7 @@ def build_datasets(
             continue
         part = blend.only(list(ranges))
         common: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir, "split_name": name, "vocab_size": vocab_size}
+        common["check"] = check
         members: list[Dataset] = []
         for member, (d, pair) in enumerate(ranges.items()):
             needed, planned = (_member_samples(part, member, count) for count in (wanted, plan[which]))
@@ -174,7 +176,7 @@ def build_datasets(
         if len(members) == 1 and part.weights is None:
             datasets.append(members[0])
         else:
-            index = _cached_blend_index(part, members, wanted, name, cache_dir)
+            index = _cached_blend_index(part, members, wanted, name, cache_dir, check)
             datasets.append(BlendedDataset(members, index))
     return Splits(*datasets)
 
@@ -203,7 +205,7 @@ def check_one_epoch(name: str, size: int, wanted: int) -> None:
 
 
 def _cached_blend_index(
-    blend: Blend, members: Sequence[Dataset], wanted: int, name: str, cache_dir: str | os.PathLike[str]
+    blend: Blend, members: Sequence[Dataset], wanted: int, name: str, cache_dir: str | os.PathLike[str], check: Check
 ) -> BlendIndex:
     sizes = np.array([len(member) for member in members], dtype=np.int64)
     weights = blend.weights
@@ -218,5 +220,6 @@ def _cached_blend_index(
             {**parts, "num_samples": wanted},
             {"dataset": 1, "sample": 1},
             lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.choices(wanted))._asdict(),
+            check,
         )
     return BlendIndex(**arrays)

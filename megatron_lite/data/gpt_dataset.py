@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
+from megatron_lite.data.index_cache import Check, cached_arrays, compare_checksums, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
@@ -176,6 +176,7 @@ class GPTDataset:
         cache_dir: str | os.PathLike[str],
         split_name: str,
         vocab_size: int | None,
+        check: Check = compare_checksums,
     ) -> None:
         self.indexed = indexed
         self.seq_length = seq_length
@@ -201,6 +202,7 @@ class GPTDataset:
                 description,
                 {"document": 1, "sample": 2, "shuffle": 1},
                 lambda: build_index(indexed.sequence_lengths, document_ids, self.epochs, seq_length, seed)._asdict(),
+                check,
             )
         self.index = GPTIndex(**arrays)
 

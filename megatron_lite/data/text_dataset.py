@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
+from megatron_lite.data.index_cache import Check, cached_arrays, compare_checksums, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
@@ -61,6 +61,7 @@ class TextDataset:
         cache_dir: str | os.PathLike[str],
         split_name: str,
         vocab_size: int | None,
+        check: Check = compare_checksums,
     ) -> None:
         self.indexed, self.make_sample, self.seed = indexed, make_sample, seed
         self.split_name, self.vocab_size = split_name, vocab_size
@@ -73,7 +74,7 @@ class TextDataset:
         count = last - self._first
         with memory_for(f"{indexed.prefix}: {split_name} split", num_samples=num_samples or count, num_entries=count):
             build = lambda: {"ends": self._count(last)}
-            arrays = cached_arrays(cache_dir, f"texts-{split_name}", description, {"ends": 1}, build)
+            arrays = cached_arrays(cache_dir, f"texts-{split_name}", description, {"ends": 1}, build, check)
         self._ends = arrays["ends"]  # int64, the number of texts up to the end of each document
         self.samples_per_epoch = int(self._ends[-1]) if count else 0
         if not self.samples_per_epoch:

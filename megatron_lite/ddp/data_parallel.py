@@ -12,7 +12,7 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.actions import Schedule
-from megatron_lite.pipeline.engine import Forward, PipelineEngine
+from megatron_lite.pipeline.engine import Forward, PipelineEngine, Value
 from megatron_lite.pipeline.p2p import Message
 
 Chunks = Sequence[nn.Module]  # this rank's chunks of the model
@@ -76,7 +76,7 @@ class DataParallel:
         """Start a step."""
 
     def forward_backward(
-        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
+        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: Value, progress
     ) -> list[Tensor]:
         """Run the micro-batches of a step and return the last stage's losses.
 

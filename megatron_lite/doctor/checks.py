@@ -124,6 +124,8 @@ def device_checks(
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world.size), pp=parallel.pipeline)
     yield from guarded("limits", lambda: machine.limits(machines))
+    if world.size > 1:
+        yield from guarded("open files", lambda: machine.open_files(grid, machines))
     yield from guarded("deepspeed", lambda: machine.deepspeed(config, device, world))
     yield from guarded("arithmetic", lambda: machine.arithmetic(config, device, world))
     yield from guarded("clocks", lambda: machine.clocks(world))

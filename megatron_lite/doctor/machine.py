@@ -1,7 +1,6 @@
 """Checks of the machines of a run: versions, devices, arithmetic, limits, memory and clocks."""
 
 import platform
-import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,14 +17,15 @@ from torch import Tensor
 from megatron_lite.config.schema import Config
 from megatron_lite.doctor.findings import Answer, Finding, ask, hosts_of, local_rank, problems, readable, where
 from megatron_lite.errors import TrainingError
-from megatron_lite.launch.available import available_cores, available_memory
+from megatron_lite.launch.available import allow_open_files, available_cores, available_memory
 from megatron_lite.optim.engine import ENGINES
 from megatron_lite.parallel.collectives import barrier
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters, state_bytes
 from megatron_lite.text import counted, listed
-from megatron_lite.training.initialize import choose_device, sources_checksum
+from megatron_lite.training.initialize import MOST_GLOO_RANKS, choose_device, sources_checksum
 
 MUST_BE_EQUAL = ("megatron_lite", "deepspeed", "NCCL")  # a run stops, or different versions may not communicate
 OPTIONAL = {  # packages that training does without, and what it does then
@@ -36,8 +36,9 @@ OPTIONAL = {  # packages that training does without, and what it does then
 TILE = 256  # 16-bit dtypes have every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
 REPEATS = {"cpu": 1, "cuda": 16}  # of the tile along both sides of the product, to use all units of a GPU
 CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
-# Gloo and NCCL have sockets and files for each group and peer.
-FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
+# Open files as counted in /proc/self/fd: of a rank without groups, and of a group of Gloo without its connections. The
+# reserve is for the sockets of NCCL, corpora and checkpoints.
+FILES_OF_A_RANK, FILES_OF_A_GROUP, RESERVED_FILES = 40, 4, 512
 SHM_OF_A_RANK_BYTES = 128 << 20  # for NCCL within a host; Docker gives all ranks together 64 MiB
 LESS_MEMORY = "use more ranks with parallel.tensor, parallel.pipeline, optim.distributed or parallel.ddp: fsdp"
 
@@ -106,7 +107,7 @@ def look_around(config: Config) -> Machine:
         cores=available_cores(),
         memory_bytes=available_memory(),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in properties),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=allow_open_files(),
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         threads=torch.get_num_threads(),
         lacks_rdma=device.type == "cuda" and lacks_rdma(),
@@ -168,14 +169,41 @@ def by_host(machines: list[Answer[Machine]]) -> Iterator[tuple[str, Machine, int
         yield host, those[0].value, len(those)
 
 
+def open_files(grid: Grid, machines: list[Answer[Machine]]) -> list[Finding]:
+    """The limit of open files against the needs of the layout; FAIL where a rank could not connect to the others."""
+    found, texts = [], []
+    for host in hosts_of(machines):
+        first = next(answer for answer in machines if answer.host == host)
+        assert first.value is not None
+        needed, limit = needed_files(grid, first.rank), first.value.open_files
+        text = f"this layout needs about {needed:,} on rank {first.rank} of {host}, and the limit is {limit:,}"
+        texts.append(text)
+        if limit < needed + RESERVED_FILES:
+            level = "FAIL" if limit < needed else "warn"
+            wanted = f"raise the hard limit (ulimit -Hn) there to {2 * (needed + RESERVED_FILES)}"
+            found.append(Finding(level, "open files", f"{text}; {wanted}"))
+    return found or [Finding("ok", "open files", texts[0])]
+
+
+def needed_files(grid: Grid, rank: int) -> int:
+    """About the number of files that this rank of a run has open. Rank 0, or its launcher, has the store, with a
+    connection to each rank; a group of Gloo has one to each other member, or to some where it connects lazily."""
+    ctx = ParallelContext.at(grid, rank)
+    # On the CPU the messages of a pipeline have a group of their own.
+    sizes = [
+        ctx.pp.size,
+        *{g.ranks: g.size for g in (ctx.tp, ctx.cp, ctx.dp_cp, ctx.dp, ctx.pp, ctx.mp, ctx.world)}.values(),
+    ]
+    is_lazy = grid.world_size > MOST_GLOO_RANKS
+    peers = sum((2 * (size - 1).bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
+    return FILES_OF_A_RANK + peers + (grid.world_size if rank == 0 else 1)
+
+
 def limits(machines: list[Answer[Machine]]) -> list[Finding]:
-    """The limits of open files, shared memory and cores; only warnings, because a run may be small enough."""
-    enough = max(FILES_OF_A_RUN, FILES_OF_A_PEER * len(machines))
+    """The limits of shared memory and cores; only warnings, because a run may be small enough."""
     found: dict[str, list[str]] = {}
     for host, machine, ranks in by_host(machines):
         texts = []
-        if machine.open_files < enough:
-            texts.append(f"a process may open {machine.open_files:,} files; start it after ulimit -n {4 * enough}")
         if machine.device == "cuda" and ranks > 1 and machine.shm_bytes < ranks * SHM_OF_A_RANK_BYTES:
             texts.append(
                 f"/dev/shm has {readable(machine.shm_bytes)} free, through which {ranks} ranks may talk; make it "
@@ -196,7 +224,7 @@ def limits(machines: list[Answer[Machine]]) -> list[Finding]:
     first = machines[0].value
     assert first is not None
     shm = f"/dev/shm with {readable(first.shm_bytes)} free"
-    said = f"{first.open_files:,} open files, {counted(first.threads, 'thread')} for each rank, {shm}"
+    said = f"{counted(first.threads, 'thread')} for each rank, {shm}"
     warnings = [Finding("warn", "limits", f"{listed(hosts)}: {text}") for text, hosts in found.items()]
     return warnings or [Finding("ok", "limits", said)]
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from statistics import median_high
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.doctor.findings import Answer, Finding, ask, problems
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_async
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, new_group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import listed, named_ranks
@@ -62,10 +61,10 @@ def network(
 
     def create() -> None:
         for names, groups in kinds.items():
-            for ranks in groups:
-                pg = new_group(ranks, device, timeout_seconds)
-                if world.rank in ranks:
-                    local[names] = Group(names, ranks, ranks.index(world.rank), pg)
+            ranks = next((ranks for ranks in groups if world.rank in ranks), (world.rank,))
+            pg = connected(ranks, device, timeout_seconds)
+            if len(ranks) > 1:
+                local[names] = Group(names, ranks, ranks.index(world.rank), pg)
 
     if found := problems("groups", ask(create, world), ADVICE):
         yield from found
@@ -86,11 +85,11 @@ def gpu_of(device: torch.device) -> str:
     return known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
 
-def new_group(ranks: Ranks, device: torch.device, timeout_seconds: float) -> Any:
-    """A process group whose collectives raise an error after the timeout. Collective over the world."""
+def connected(ranks: Ranks, device: torch.device, timeout_seconds: float) -> Any:
+    """A process group whose collectives raise an error after the timeout. Collective as `new_group`."""
     if device.type == "cuda":  # otherwise NCCL ends the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    return dist.new_group(list(ranks), timedelta(seconds=timeout_seconds), BACKENDS[device.type])
+    return new_group(ranks, timeout_seconds, backend=BACKENDS[device.type])
 
 
 def used_groups(config: Config, grid: Grid) -> dict[str, list[Ranks]]:

@@ -50,7 +50,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import read
 from megatron_lite.pipeline.actions import Action, Schedule
-from megatron_lite.pipeline.engine import Forward, PipelineEngine
+from megatron_lite.pipeline.engine import Forward, PipelineEngine, Value
 from megatron_lite.pipeline.p2p import Message
 
 # By `deepspeed.offload_optimizer`, for the memory report.
@@ -138,10 +138,16 @@ class _Range(NamedTuple):
     offset: int
     start: int  # in the flattened parameter
     numel: int
+    chunk: int  # and shift: see LocalShard
+    shift: int
 
     def of(self, flat: Tensor) -> LocalShard:
         """The same range of a tensor laid out like `flat`; shares its memory."""
-        return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded")
+        return self.holds(flat.detach().narrow(0, self.offset, self.numel))
+
+    def holds(self, values: Tensor) -> LocalShard:
+        """The range with these values."""
+        return LocalShard(values, self.start, "sharded", self.chunk, self.shift)
 
 
 class DeepSpeedOptimizer(DataParallel, Optimizer):
@@ -201,13 +207,15 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         for name, parameter in self._params.items():
             if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield name, _Range(self._flat[mapping.param_group_index], high.start, low.start, low.numel)
+                flat = self._flat[mapping.param_group_index]  # the equal partition of this rank
+                shift = self._ctx.dp_cp.rank * flat.numel() + high.start - low.start
+                yield name, _Range(flat, high.start, low.start, low.numel, flat.numel(), shift)
             elif self._stage == 3:
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
                 start = share * self._ctx.dp_cp.rank
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if numel > 0:  # otherwise all padding
-                    yield name, _Range(self._flat[group], offset, start, numel)
+                    yield name, _Range(self._flat[group], offset, start, numel, share, 0)
 
     @contextmanager
     def _in_memory(self, flat: Tensor) -> Iterator[None]:
@@ -234,7 +242,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._engine.empty_partition_cache()
 
     def forward_backward(
-        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
+        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: Value, progress
     ) -> list[Tensor]:
         """The base class's, with DeepSpeed's backward. Communicates: gradients over dp, at stage 3 also weights."""
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
@@ -249,7 +257,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             loss = forward(0, number, None)
             progress.end(Action("F", 0, number))
             progress.begin(Action("B", 0, number))
-            self._engine.backward(loss * factor)
+            self._engine.backward(loss * torch.empty_like(loss).fill_(factor))
             progress.end(Action("B", 0, number))
             losses.append(loss.detach())
         missing = [name for name in self._params if name not in self._arrived]
@@ -294,7 +302,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: LocalShard(self._params[name].ds_tensor.data[: part.numel], part.start, "sharded")  # type: ignore[attr-defined]
+            name: part.holds(self._params[name].ds_tensor.data[: part.numel])  # type: ignore[attr-defined]
             for name, part in self._ranges.items()
         }
 

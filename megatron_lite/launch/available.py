@@ -1,6 +1,7 @@
-"""Cores and memory of this process, within the limits of a batch system or a container."""
+"""Cores, memory and open files of this process, within the limits of a batch system or a container."""
 
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,3 +23,15 @@ def available_memory() -> float:
     with suppress(OSError, ValueError):
         memory = min(memory, int((CGROUP / "memory.max").read_text()))
     return memory
+
+
+def allow_open_files() -> int:
+    """Raise this process's limit of open files to the largest that it may have; returns it. Processes inherit it.
+
+    Login shells give 1024, and the store of a large run has a connection to each rank.
+    """
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS calls its limit infinite, and allows less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        limit = hard
+    return limit

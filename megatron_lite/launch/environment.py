@@ -9,6 +9,7 @@ import os
 import torch
 
 from megatron_lite.config.schema import Config
+from megatron_lite.launch.available import allow_open_files
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -35,7 +36,9 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def set_environment(config: Config) -> None:
-    """Set the variables in this process, unless the run is on the CPU. The flight recorder is of use there too."""
+    """Set the variables in this process, unless the run is on the CPU. The flight recorder is of use there too. Also
+    raise the limit of open files."""
+    allow_open_files()
     for name, value in environment(config).items():
         is_general = name.startswith("TORCH_")
         if is_general or config.run.device != "cpu":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
-from megatron_lite.launch.available import available_cores
+from megatron_lite.launch.available import allow_open_files, available_cores
 from megatron_lite.launch.nodes import Nodes, is_reachable, set_network_variables
 from megatron_lite.launch.reports import resolve, stopped_early
 from megatron_lite.text import visible
@@ -61,6 +61,7 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
     Returns 0, 75 if the ranks stopped with a checkpoint, or the exit code of the failed rank.
     """
     run_agent = _quiet_agent()
+    allow_open_files()  # this process may have the store of all ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nodes.nproc_per_node)))
     # Restarted ranks need a new store: the agents' store has addresses of the previous ranks.
     # See https://github.com/pytorch/pytorch/issues/135712.

@@ -73,7 +73,7 @@ class TransformerModel(nn.Module):
             # Backward comes to the first chunk last; that one reports the gradient of the head's weight.
             loss = recompute(self._chunk, x[start : start + chunk], own, start == 0, rng=self.options.rng)
             losses.append(loss.unflatten(0, (size, -1)))
-        return torch.cat(losses, dim=1).flatten(0, 1)
+        return torch.cat(losses, dim=1).flatten(0, 1).clone()  # of a view FSDP would warn
 
     def _chunk(self, x: Tensor, labels: Tensor, is_first: bool) -> Tensor:
         return self._losses(self._logits(x, calls_hooks=is_first), labels)

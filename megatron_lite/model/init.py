@@ -1,8 +1,8 @@
 """Initial weights: a function of the run's seed and the weight's name, independent of the layout.
 
 The full tensor is a matrix of normal values in tiles of 2^20 values, up to 1,024 columns wide. Each tile is drawn on
-the CPU from a generator seeded by a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so every
-layout starts with the same model, and the work is divided over ranks of tp, and of dp under FSDP.
+the CPU from a generator whose state is a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so
+every layout starts with the same model, and the work is divided over ranks of tp, and of dp under FSDP.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta
 
 TILE_NUMEL, TILE_COLUMNS = 2**20, 1024
+INIT_VERSION = 2  # raised where a seed gives other values; 1 had generators with 32-bit seeds, so some tiles were equal
+INIT = "init_version"  # key in a checkpoint's origin: the version with which the run drew its weights
 
 Start = Literal["drawn", "empty", "meta"]
 _start: Start = "drawn"
@@ -41,9 +44,12 @@ def start() -> Start:
     return _start
 
 
-def _seed_of(seed: int, name: str, tile: int) -> int:
-    """4 bytes, because torch's CPU generator reads only 32 bits of a seed."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{tile}".encode(), digest_size=4).digest(), "little")
+def _state_of(seed: int, name: str, tile: int) -> Tensor:
+    """A state of torch's CPU generator with all 624 words from a hash: of a seed the generator reads only 32 bits."""
+    state = torch.Generator("cpu").get_state()  # seed, left and seeded, next, the words in 8 bytes each, normal values
+    words = hashlib.shake_256(f"{seed}/{name}/{tile}".encode()).digest(624 * 4)
+    state.numpy().view(np.uint64)[3:627] = np.frombuffer(words, "<u4")
+    return state
 
 
 @torch.no_grad()
@@ -65,13 +71,13 @@ def fill(
     dtype       that of the weight, if the parameter is a wider master of it
 
     Values are drawn in fp32, so that every precision starts from the same model. A function as `meta.init` draws the
-    full tensor on each rank, from torch's generator, which has the same seed on all.
+    full tensor on each rank, from torch's generator, which has the same state on all.
     """
     dtype, rows = dtype or parameter.dtype, slice(first_row, first_row + len(parameter))
     if callable(meta.init):
         full = torch.empty(meta.shape, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(seed, name, 0))
+            torch.set_rng_state(_state_of(seed, name, 0))
             meta.init(full)
         parameter.copy_(meta.shard.split(full, tp.rank, tp.size)[rows].to(dtype))
     elif meta.init != "normal":
@@ -86,7 +92,8 @@ def fill(
             i, j = row.start // tile_size[0], column.start // tile_size[1]
             top, left = i * tile_size[0], j * tile_size[1]
             size = min(tile_size[0], height - top), min(tile_size[1], width - left)
-            generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, i * -(-width // columns) + j))
+            generator = torch.Generator("cpu")
+            generator.set_state(_state_of(seed, name, i * -(-width // columns) + j))
             tile = torch.randn(size, generator=generator, dtype=torch.float32)
             inside = tile[row.start - top : row.stop - top, column.start - left : column.stop - left]
             with torch.no_grad():  # which is a setting of each thread

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.waiting import communicating, finished, read
+from megatron_lite.parallel.waiting import communicating, finished
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -31,18 +31,6 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     with communicating("all_reduce", group):
         dist.all_reduce(x, op=OPS[op], group=group.pg)
     return x
-
-
-def reduce_on_host(value: float, group: Group, what: str, *, device: torch.device, op: str = "sum") -> float:
-    """The reduction of a value of each rank that its host knows; `what` names it in reports of hangs.
-
-    Over Gloo, if the group has it, so that the host does not wait for a GPU; else on `device` (`run.backend: nccl`).
-    """
-    if group.size == 1:
-        return value
-    has_gloo = device.type == "cpu" or "cpu:" in str(dist.get_backend_config(group.pg))
-    here = torch.tensor([value], dtype=torch.float64, device="cpu" if has_gloo else device)
-    return read(all_reduce(here, group, op), what, group)[0]
 
 
 def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:

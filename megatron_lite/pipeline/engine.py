@@ -22,6 +22,7 @@ from megatron_lite.parallel.waiting import Recorder, waiting
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.p2p import Message, Pipe, connect
 
+Value = Tensor | float
 Forward = Callable[[int, int, Tensor | None], Tensor]
 """(chunk, micro-batch, hidden state of the previous stage, None on the first) -> hidden state; on the last stage the
 micro-batch's result, which is a scalar loss in training."""
@@ -54,7 +55,7 @@ class PipelineEngine:
         message: Message,
         *,
         begin_backward: Callable[..., None] | None = None,
-        loss_grad: float = 1.0,
+        loss_grad: Value = 1.0,
         recorder: Recorder[Action | str] | None = None,
     ) -> list[Tensor]:
         """The results of all micro-batches, in order, on the rank of the last stage; an empty list on the others.
@@ -62,7 +63,7 @@ class PipelineEngine:
             schedule         from `build_schedule`, for this pp and number of chunks
             message          shape, dtype and device of the hidden state between all stages
             begin_backward   called with (chunk, is_last=) before each B, I and W; see `DataParallel`
-            loss_grad        gradient of every loss: loss scale over target tokens
+            loss_grad        [], the gradient of every loss: loss scale over target tokens
 
         A schedule without backwards runs under `torch.no_grad()`.
         Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
@@ -84,7 +85,7 @@ class _Run:
     forward: Forward
     message: Message
     begin_backward: Callable[..., None] | None
-    loss_grad: float
+    loss_grad: Value
     recorder: Recorder[Action | str] | None
 
     def __post_init__(self) -> None:
@@ -158,7 +159,7 @@ class _Run:
 
     def _backward(self, action: Action) -> None:
         if self._stage(action) == self.engine.last_stage:
-            grad = torch.full_like(self.results[action.microbatch], self.loss_grad)
+            grad = torch.empty_like(self.results[action.microbatch]).fill_(self.loss_grad)
         else:
             grad = self._receive(self.engine.pipes.backward_in, action, "the gradient")
         live = self.live[action.chunk, action.microbatch]

@@ -20,6 +20,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.model import attention_parts, fused
+from megatron_lite.model.attention_parts import PARTS, Part
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
@@ -266,7 +267,11 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     def line_for_node() -> list[str]:
         return [package_line(sys._getframe(1))]  # torch's text of all frames takes a millisecond for each node
 
+    def without_softcap(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors, mask, scale, softcap: function(*tensors, mask=mask, scale=scale, softcap=0.0)
+
     implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
+    parts = dict.fromkeys(set(PARTS) - {"math"}, Part(*map(without_softcap, PARTS["sdpa"])))
     graph = torch.autograd.set_detect_anomaly(lines, check_nan=False)  # nodes know their forward's lines
 
     def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
@@ -284,6 +289,7 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
         patch.object(fused, "launch", launch),
         patch.object(loss, "launch", launch),
         patch.dict(IMPLEMENTATIONS, implementations),  # type: ignore[arg-type]
+        patch.dict(PARTS, parts),
         patch.multiple(attention_parts, _kernel=part, _kernel_backward=part_backward),
         patch.object(Mask, "_rectangles", rectangles),
         patch.object(F, "rms_norm", rms_norm),

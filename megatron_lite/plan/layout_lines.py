@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
-from megatron_lite.parallel.agreement import all_gather_objects
+from megatron_lite.parallel.agreement import gather_objects, same
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.plan.bubbles import bubble
 from megatron_lite.plan.memory_line import num_local_parameters
@@ -45,7 +45,8 @@ def pipeline_line(run: Run) -> str:
 def slow_layout_lines(run: Run) -> Iterator[str]:
     """Lines about a layout that waits much: few micro-batches for each stage, tensor parallelism between machines.
 
-    Communicates: with tensor parallelism the host names over the world.
+    Communicates: with tensor parallelism a hash over tp and one over the world, and the first rank gets the names of
+    all machines where a group spans several.
     """
     config, grid = run.config, run.ctx.grid
     count = num_microbatches(config.train, grid.dp, run.state.consumed_samples)
@@ -57,7 +58,11 @@ def slow_layout_lines(run: Run) -> Iterator[str]:
         )
     if grid.tp == 1:
         return
-    hosts = all_gather_objects(socket.gethostname(), run.ctx.world)
+    host = socket.gethostname()
+    is_inside = same(host, run.ctx.tp)
+    hosts = [] if same(is_inside, run.ctx.world) and is_inside else gather_objects(host, run.ctx.world)
+    if not hosts:
+        return
     spanning = next((ranks for ranks in grid.groups("tp") if len({hosts[rank] for rank in ranks}) > 1), None)
     if spanning is not None:
         machines = listed(sorted({hosts[rank] for rank in spanning}))

@@ -16,7 +16,7 @@ CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "w
 
 def resume_lines(run: Run, loaded: Loaded, saved: Config, changed: list[str]) -> Iterator[str]:
     """The lines, some of which may be empty. `changed` are the changes of the samples or their order."""
-    if copies := differing_copies(loaded.layout):
+    if copies := differing_copies(loaded.folder, loaded.layout, end=1):  # this rank reads the headers of few files
         yield f"WARNING: {copies}"
     yield changes_line(saved, run.config)
     yield compared_line(loaded, run)

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER,
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.files import MARKER, remove_own
+from megatron_lite.model.init import INIT
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
@@ -172,6 +173,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     _report(run, f"loading checkpoint from {root} at iteration {iteration}")
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
+    run.origin[INIT] = loaded.layout.origin.get(INIT, 1)  # no weight is drawn
     found, folder, state = run.origin.get(CORPORA, []), locate(root, iteration), loaded.layout.state
     run.config, run.state, saved, changed = resumed(run.config, loaded.layout, folder, found, run.ctx.world)
     _report(run, *on_first(lambda: list(run.hooks.resume_lines(run, loaded, saved, changed)), run.ctx.world))

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_lite.config.schema import Config, TrainConfig
 from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.index_cache import Check, compare_checksums
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import TextDataset
@@ -34,11 +35,16 @@ def wanted_samples(train: TrainConfig, data_parallel_size: int, state: TrainStat
 
 
 def open_splits(
-    config: Config, wanted: tuple[int, int, int], tokenizer: Tokenizer | None, tokenizer_hash: str, state: TrainState
+    config: Config,
+    wanted: tuple[int, int, int],
+    tokenizer: Tokenizer | None,
+    tokenizer_hash: str,
+    state: TrainState,
+    check: Check = compare_checksums,
 ) -> Splits:
     """The datasets of `data.paths` in the order that `state` has planned; `wanted` is its plan if it has none.
 
-    Missing index files are written. An empty hash stands for no tokenizer.
+    Missing index files are written; `check` is of those that are present. An empty hash stands for no tokenizer.
     Raises ConfigError for a tokenizer without the special tokens that the samples of the architecture need.
     """
     data = config.data
@@ -55,6 +61,7 @@ def open_splits(
         vocab_size=config.model.vocab_size or None,
         tokenizer_hash=tokenizer_hash if data.tokenizer_check else None,
         make_sample=sample_maker(config, tokenizer),
+        check=check,
     )
 
 

@@ -108,25 +108,24 @@ class Evaluation:
         named = {"validation": datasets.valid, "test": datasets.test}
         self._splits = {name: split for name, split in named.items() if wanted and split is not None}
 
-    def evaluate_if_due(self, stop: StopRequest) -> None:
+    def evaluate_if_due(self) -> None:
         """Log the validation loss, and the results of tasks, if their intervals ask for them at this iteration and they
         are not logged yet."""
         iteration, train = self._run.state.iteration, self._run.config.train
         if iteration and due(iteration, train.eval_interval) and self._is_missing("validation"):
-            self._evaluate("validation", f"iteration {iteration}", stop)
+            self._evaluate("validation", f"iteration {iteration}")
         if iteration and due(iteration, train.tasks_interval):
             self._answer_tasks(f"iteration {iteration}")
 
-    def evaluate_finished_model(self, stop: StopRequest | None = None) -> None:
+    def evaluate_finished_model(self) -> None:
         """Log what is missing of the finished model: its losses and results. A stop request raises StoppedEarly."""
         run, log = self._run, self._log
         for name in filter(self._is_missing, self._splits):
-            losses = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
+            losses = self._evaluate(name, f"the end of training, iteration {run.state.iteration}")
             if losses is None:
-                reason = stop.agreed(run.ctx) if stop is not None else ""
                 raise StoppedEarly(
-                    f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
-                    "not its final evaluation; run the same command again to evaluate"
+                    f"exiting program {run.stop.reason}: training is done at iteration {run.state.iteration}, and "
+                    "saved, but not its final evaluation; run the same command again to evaluate"
                 )
             if name == "validation" and log.active:
                 for line in run.hooks.loss_lines(run, losses, self._splits[name], self._eod):
@@ -151,10 +150,10 @@ class Evaluation:
         self._log.tasks(run.state, results, where)
         run.state.evaluated_at["tasks"] = run.state.iteration
 
-    def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> dict[str, float] | None:
+    def _evaluate(self, name: str, where: str) -> dict[str, float] | None:
         """The losses by name; None after a stop request."""
         with self._run.progress.during("evaluation"):
-            means = mean_results(self._run, self._splits[name], self._eod, stop)
+            means = mean_results(self._run, self._splits[name], self._eod, self._run.stop)
         if means is None:
             return None
         losses = means.named(self._run.hooks.valid_forward_step)

@@ -26,7 +26,8 @@ def last_operations() -> dict[str, list[Any]]:
                 number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
                 group = " ".join(entry["process_group"]) + " (messages)" * entry["is_p2p"]
                 if number >= last.get(group, [0])[0]:
-                    last[group] = [number, entry["profiling_name"], str(entry["input_sizes"]), entry["state"]]
+                    shapes = str(entry["input_sizes"])[:200]  # a heartbeat has room for the groups of every layout
+                    last[group] = [number, entry["profiling_name"], shapes, entry["state"]]
     return last
 
 

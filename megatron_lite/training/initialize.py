@@ -9,6 +9,7 @@ and MASTER_PORT; without them the run has one process.
 
 import ctypes
 import gc
+import hashlib
 import os
 import random
 import socket
@@ -16,7 +17,7 @@ import sys
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import ConfigError, MegatronLiteError, TrainingError
 from megatron_lite.mpu import groups as mpu
 from megatron_lite.optim.engine import release_engines
-from megatron_lite.parallel.agreement import all_gather_objects
+from megatron_lite.parallel.agreement import gather_objects, on_all, on_first, same
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.messages import Limits, limits
@@ -43,6 +44,7 @@ from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
 from megatron_lite.training.provider import check_not_loading
 
+MOST_GLOO_RANKS = 64  # Gloo connects each of them with every other one
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGE = Path(__file__).resolve().parents[1]
 # Paths, which may differ between machines.
@@ -50,15 +52,6 @@ PLACES = (
     *("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "train.tasks"),
     *("checkpoint.load", "checkpoint.load_weights", "deepspeed.nvme_path"),
 )
-
-
-class Place(NamedTuple):
-    """A rank's view of the files; ranks of equal places read the same ones."""
-
-    host: str
-    first_rank: int  # of the ranks that one launcher has started: two hosts may have one name
-    torch: str
-    paths: tuple[str, ...]
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
@@ -73,20 +66,23 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     if (notice := separate_tasks()) and (world_size == 1 or os.environ.get("RANK") == "0"):
         print(visible(f" WARNING: {notice}"), flush=True)
     validate(config, world_size)
-    device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(config.run.device, _local_rank())
     set_determinism(config.train.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
     limits.silence, limits.hang = config.train.comm_timeout, config.train.hang_timeout
-    backend = backend_of(config.run.backend, device)
+    backend = backend_of(config.run.backend, device, world_size)
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout, backend)
+    per_host = 1
     if world_size > 1:
         world = Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD)
-        check_same_files(config, check_same_config(config, world), world)
+        check_same_config(config, world)
+        per_host = ranks_per_host(world)
+        check_same_files(config, world, per_host)
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
-    ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
+    ctx = ParallelContext.create(grid, device, config.train.comm_timeout, per_host)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     rng = seed_everything(config.run.seed, ctx)
@@ -111,10 +107,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def backend_of(wanted: str, device: torch.device) -> str:
+def backend_of(wanted: str, device: torch.device, world_size: int) -> str:
     """The backend for torch. Raise ConfigError for NCCL without a GPU."""
     if wanted == "auto":
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        return "gloo" if device.type != "cuda" else "nccl" if world_size > MOST_GLOO_RANKS else "cpu:gloo,cuda:nccl"
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"run.backend is nccl, which needs GPUs, and this rank is on the {device.type}; use auto or gloo"
@@ -125,6 +121,9 @@ def backend_of(wanted: str, device: torch.device) -> str:
 def join_process_group(device: torch.device, timeout_seconds: float, backend: str) -> None:
     """Join the other ranks. Raise TrainingError where they cannot connect."""
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    if int(os.environ.get("WORLD_SIZE", "1")) > MOST_GLOO_RANKS:
+        # Connections at their first use. Gloo then waits for a lost rank up to five times as long as the timeout.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store = store_under_torchrun(timeout_seconds)
         dist.init_process_group(
@@ -148,49 +147,71 @@ def join_process_group(device: torch.device, timeout_seconds: float, backend: st
         ) from error
 
 
-def check_same_config(config: Config, world: Group) -> list[Place]:
-    """The place of each rank; raise ConfigError on every rank where configs differ. Another torch is a warning.
+def check_same_config(config: Config, world: Group) -> None:
+    """Raise ConfigError on every rank where configs differ. Another torch is a warning.
 
-    Communicates: the config over the world.
+    Communicates: hashes over the world; the first rank's config and messages where they differ.
     """
-    first_rank = world.ranks[world.rank] - int(os.environ.get("LOCAL_RANK", "0"))
+    sections, host = config.model_dump(mode="json").items(), socket.gethostname()
+    values = {f"{section}.{name}": value for section, fields in sections for name, value in fields.items()}
+    values = {name: value for name, value in values.items() if name not in PLACES}
+    if not same(values, world):
+        first_host, first = on_first(lambda: (host, values), world)
+        different = [f"{n}: {first.get(n)} and {v}" for n, v in (first | values).items() if v != first.get(n)]
+        _raise_first(
+            different
+            and f"rank 0 on {first_host} and rank {world.rank} on {host} have different configs ("
+            f"{', '.join(different)}); give every machine the same file and the same overrides",
+            world,
+        )
     build = f"{torch.__version__} for {torch.version.cuda or torch.version.hip or 'CPUs'}"
-    paths = (str(PACKAGE), os.getcwd(), config.data.tokenizer, *config.data.paths)
-    place = Place(socket.gethostname(), first_rank, build, paths)
-    places, configs = zip(*all_gather_objects((place, config.model_dump(mode="json")), world), strict=True)
-    for rank, other in enumerate(configs):
-        different = [
-            f"{section}.{field}: {value} and {other[section][field]}"
-            for section, fields in configs[0].items()
-            for field, value in fields.items()
-            if f"{section}.{field}" not in PLACES and value != other[section][field]
-        ]
-        if different:
-            raise ConfigError(
-                f"rank 0 on {places[0].host} and rank {rank} on {places[rank].host} have different configs ("
-                f"{', '.join(different)}); give every machine the same file and the same overrides"
-            )
-    hosts = {place.torch: place.host for place in reversed(places)}
-    if len(hosts) > 1 and world.is_first:
-        builds = listed([f"{build} on {host}" for build, host in reversed(hosts.items())])
+    if not same(build, world) and (found := gather_objects((build, host), world)):
+        builds = listed([f"{build} on {host}" for build, host in dict(found[::-1]).items()][::-1])
         print(visible(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently"), flush=True)
-    return list(places)
 
 
-def check_same_files(config: Config, places: list[Place], world: Group) -> None:
-    """Raise ConfigError on every rank where corpora, tokenizer or this package differ; one rank of each place reads.
+def ranks_per_host(world: Group) -> int:
+    """The number of ranks on each machine, if all have equally many, which are adjacent; else 1.
 
-    Communicates: checksums over the world.
+    Communicates: a hash over the world.
     """
-    is_reader = places.index(places[world.rank]) == world.rank
-    of_ranks = all_gather_objects(_contents(config) if is_reader else [], world)
-    for rank, contents in enumerate(of_ranks):
-        pairs = zip_longest(of_ranks[0], contents, fillvalue=("data.paths", "no more")) if contents else ()
-        if different := [f"{b} {y} instead of {a} {x}" for (a, x), (b, y) in pairs if x != y]:
-            raise ConfigError(
-                f"rank {rank} on {places[rank].host} reads other contents than rank 0 on {places[0].host}: "
-                f"{listed(different, 2)}; copy the files of one host to the other, or read them from a shared disk"
-            )
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_regular = count > 0 and world.size % count == 0 and world.rank % count == _local_rank()
+    return count if same((count, is_regular), world) and is_regular else 1
+
+
+def check_same_files(config: Config, world: Group, per_host: int) -> None:
+    """Raise ConfigError on every rank where corpora, tokenizer or this package differ.
+
+    One rank of each machine reads them; all do where paths differ. Communicates: hashes over the world; the contents of
+    the first rank and messages where they differ.
+    """
+    host, paths = socket.gethostname(), (str(PACKAGE), os.getcwd(), config.data.tokenizer, *config.data.paths)
+    is_reader = not same(paths, world) or world.rank % per_host == 0
+    contents = on_all(lambda: _contents(config) if is_reader else [], world)  # without a deadline
+    own = hashlib.sha256(repr(contents).encode()).hexdigest()
+    of_first = on_first(lambda: own, world)
+    if not same(own if is_reader else of_first, world):
+        first_host, first = on_first(lambda: (host, contents), world)
+        pairs = zip_longest(first, contents, fillvalue=("data.paths", "no more")) if is_reader else ()
+        different = [f"{b} {y} instead of {a} {x}" for (a, x), (b, y) in pairs if x != y]
+        _raise_first(
+            different
+            and f"rank {world.rank} on {host} reads other contents than rank 0 on {first_host}: {listed(different, 2)}"
+            "; copy the files of one host to the other, or read them from a shared disk",
+            world,
+        )
+
+
+def _raise_first(message: str | list[str], world: Group) -> None:
+    """Raise ConfigError on every rank with the message of the lowest rank that has one."""
+    found = gather_objects(message, world)
+    if problem := on_first(lambda: next(filter(None, found), ""), world):
+        raise ConfigError(problem)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def sources_checksum() -> str:

@@ -17,7 +17,6 @@ from megatron_lite.training.evaluate import Evaluation, build_loader
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.logs import RunLog, is_printed
 from megatron_lite.training.run import Run
-from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
 from megatron_lite.training.step import local_batches, train_step
 from megatron_lite.training.stragglers import Stragglers
@@ -28,7 +27,7 @@ COLLECTION_INTERVAL = 50  # iterations between two collections of young garbage,
 TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
 
 
-def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evaluation, stop: StopRequest) -> None:
+def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evaluation) -> None:
     """Run iterations from `run.state` to `train.iterations`, save at intervals and at the end, then evaluate.
 
     Raise StoppedEarly after a stop request and a save, TrainingError for bad values or lost ranks.
@@ -41,9 +40,10 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
         rank=run.ctx.rank,
         world_size=run.ctx.grid.world_size,
         hang_timeout=config.train.hang_timeout,
+        per_host=run.ctx.host.size,
     )
     with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run), garbage_collected_by_hand():
-        evaluation.evaluate_if_due(stop)  # an evaluation that a stop request interrupted
+        evaluation.evaluate_if_due()  # an evaluation that a stop request interrupted
         while run.state.iteration < config.train.iterations:
             iterate(batches)
             if run.state.iteration % COLLECTION_INTERVAL == 0:
@@ -51,25 +51,26 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
             is_last = run.state.iteration == config.train.iterations
             reason = ""
             if not is_last:
-                evaluation.evaluate_if_due(stop)
-                reason = reason_to_stop(run, stop)
+                evaluation.evaluate_if_due()
+                reason = reason_to_stop(run)
             run.saver.report(log.say)
             if is_last or reason or due(run.state.iteration, config.checkpoint.interval):
-                with run.progress.during("saving a checkpoint"), stop.saving():
+                with run.progress.during("saving a checkpoint"), run.stop.saving():
                     save_run(run, log.say, must_be_done=is_last or bool(reason))
             if reason:
                 raise StoppedEarly(
                     f"exiting program {reason}: stopped at iteration {run.state.iteration} of "
                     f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
-        evaluation.evaluate_finished_model(stop)
+        evaluation.evaluate_finished_model()
     if run.progress.timers is not None:
         log.times(run.state, run.progress.timers.compared(run.ctx.world))
 
 
-def reason_to_stop(run: Run, stop: StopRequest) -> str:
-    """The reason to stop after this iteration, equal on every rank; empty without one. Collective over the world."""
-    reason = stop.agreed(run.ctx)
+def reason_to_stop(run: Run) -> str:
+    """The reason to stop after this iteration, equal on every rank; empty without one. Several ranks have decided in
+    `train_step` or in an evaluation; one rank decides now."""
+    reason = run.stop.reason if run.ctx.world.size > 1 else run.stop.agreed(run.ctx)
     if not reason and run.state.iteration == run.config.train.exit_iteration:
         return "because train.exit_iteration is reached"
     return reason

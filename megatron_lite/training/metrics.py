@@ -6,6 +6,7 @@ An open file keeps its rows after it was deleted, so they can be written again.
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,7 @@ RESERVED = {
     *("memory-gb", "skipped-iterations", "gflops-per-second"),
 }  # names of values in the logs, which no scalar of a custom forward step may have
 
-HEARTBEATS = "heartbeat/rank_[0-9][0-9][0-9][0-9][0-9].json"
+HEARTBEATS, ANY_RANK = "heartbeat/host_{rank}", "[0-9][0-9][0-9][0-9][0-9]"
 # The files of run.dir that a start replaces or deletes, and the first bytes of those that a run has written.
 OURS = {
     **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
@@ -33,8 +34,8 @@ OURS = {
     "exit_code": rb"75\n$",
     "trace.json": rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": 0, "args": \{"name": "rank 0 ',
     "heartbeat/hang": rb"$",  # the watchdog's is empty
-    HEARTBEATS: rb'\{"rank": \d',
-    "heartbeat/stacks_[0-9][0-9][0-9][0-9][0-9].txt": rb"Timeout |Thread |Current thread ",
+    HEARTBEATS: rb'\0*(\{"rank": \d|$)',  # the first rank of a machine may not have written
+    "heartbeat/stacks_{rank}.txt": rb"Timeout |Thread |Current thread ",
 }
 
 
@@ -75,14 +76,18 @@ def _opened(path: Path) -> TextIO:
     return open(path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links)
 
 
-def check_run_dir(config: Config) -> None:
-    """Raise ConfigError for a file, a folder or a link in run.dir that the run would change and no run has written."""
+def check_run_dir(config: Config, ranks: Sequence[str] = (ANY_RANK,)) -> None:
+    """Raise ConfigError for a file, a folder or a link in run.dir that the run would change and no run has written.
+
+    ranks  patterns of the ranks whose files are looked at
+    """
     folder = Path(config.run.dir)
     with disk_errors("writing", folder, ConfigError):
         if (beats := folder / "heartbeat").is_symlink() or (beats.exists() and not beats.is_dir()):
             raise ConfigError(f"{beats}: is not a folder of a run, and the run needs this name; rename it")
         ours = OURS.items() if folder.is_dir() else ()  # the lock reports a file
-        found = [(path, how) for name, how in ours for path in (folder / name, *folder.glob(name))]
+        names = {name.format(rank=rank): content for name, content in ours for rank in ranks}
+        found = [(path, how) for name, how in names.items() for path in (folder / name, *folder.glob(name))]
         for path, content in found:
             start = path.open("rb").read(1 << 16) if identity(path) else b""
             if start and not re.match(content, start, re.DOTALL):

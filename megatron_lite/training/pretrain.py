@@ -18,16 +18,17 @@ from megatron_lite.checkpoint.match import STARTS_TEXTS
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_corpora_paths, raise_any
 from megatron_lite.data.blended import Splits
+from megatron_lite.data.index_cache import Check, compare_checksums, trust_checksums
 from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
-from megatron_lite.parallel.agreement import on_all, on_first
+from megatron_lite.parallel.agreement import on_all, on_first, same
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
 from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, starts_with, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.loop import train
-from megatron_lite.training.metrics import HEARTBEATS, check_run_dir
+from megatron_lite.training.metrics import ANY_RANK, HEARTBEATS, check_run_dir
 from megatron_lite.training.provider import ModelProvider
 from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -78,15 +79,16 @@ def run_to_end(
     started = launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # machines may not share the folder
-        on_all(lambda: check_run_dir(config) if is_first_here else None, ctx.world)
+        # Machines may not share the folder, so the first rank of each one looks after the files of its ranks.
+        ranks = [ANY_RANK] if ctx.world.is_first else [f"{rank:05d}" for rank in ctx.host.ranks]
+        on_all(lambda: check_run_dir(config, ranks) if ctx.host.is_first else None, ctx.world)
         lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
-        if is_first_here:
+        if ctx.host.is_first:
             folder = Path(config.run.dir)
-            for stale in (*folder.glob(HEARTBEATS), folder / "heartbeat" / "hang"):  # an old alarm would end this run
-                stale.unlink(missing_ok=True)
+            for stale in (*folder.glob(HEARTBEATS.format(rank=ranks[0])), folder / "heartbeat" / "hang"):
+                stale.unlink(missing_ok=True)  # an old alarm would end this run
         run = setup_model_and_optimizer(config, ctx, rng, model_provider, hooks)
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
@@ -107,18 +109,21 @@ def launch_time() -> float:
 def build_splits(run: Run) -> Splits:
     """Training, validation and test data of `data.paths`, with as many samples as the run needs, in its planned order.
 
-    The first rank of each machine writes missing index files; then all ranks map them. Collective over the world.
+    The first rank of each machine writes missing index files and compares the checksums; then all ranks map them. Only
+    ranks of an unknown machine, or with other paths than its first rank, also compare. Collective over the world.
     """
     config, state = run.config, run.state
     raise_any(missing_corpora_paths(config))
     wanted = wanted_samples(config.train, run.ctx.dp.size, state)
 
-    def build() -> Splits:
-        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state)
+    def build(check: Check) -> Splits:
+        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state, check)
 
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
-    splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
-    return on_all(lambda: splits or build(), run.ctx.world)
+    splits = on_all(lambda: build(compare_checksums) if is_builder else None, run.ctx.world)
+    one_cache = same((os.getcwd(), config.data.paths, config.data.cache_dir), run.ctx.host)
+    check = trust_checksums if one_cache and not run.ctx.host.is_first else compare_checksums
+    return on_all(lambda: splits or build(check), run.ctx.world)
 
 
 def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) -> TrainState:
@@ -137,6 +142,6 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     if run.tokenizer is not None and starts_with(datasets.train, run.tokenizer.bos):
         run.origin[STARTS_TEXTS] = True
     announce_start(run, log)
-    with StopRequest(started + (train_config.exit_duration or math.inf)) as stop:
-        train(run, datasets.train, eod, log, evaluation, stop)
+    with StopRequest(started + (train_config.exit_duration or math.inf)) as run.stop:
+        train(run, datasets.train, eod, log, evaluation)
     return run.state

@@ -46,17 +46,17 @@ def check_replicas_if_due(run: Run) -> None:
 def check_replicas_equal(run: Run) -> None:
     """Raise TrainingError on every rank where replicas of a weight on ranks of dp and cp differ in any bit.
 
-    Communicates: one value per parameter over dp_cp, and one over the world.
+    Communicates: two values per parameter over dp_cp, and one over the world.
     """
     run.ddp.wait_for_params()
     names = list(run.params)
     sums = torch.stack([bit_sum(run.params[name].detach()) for name in names])
-    of_ranks = all_gather(sums[None], run.ctx.dp_cp, dim=0)
-    differs = (of_ranks != of_ranks[0]).any(dim=0)
-    found = ""
-    if differs.any():
+    largest, smallest = all_reduce(torch.stack((sums, ~sums)), run.ctx.dp_cp, "max")
+    differs, found = largest != ~smallest, ""
+    if differs.any():  # equal on all ranks of dp_cp
         first = int(differs.nonzero()[0])
-        found = differing_ranks(run, [int(value) for value in of_ranks[:, first]], names[first], int(differs.sum()))
+        of_ranks = all_gather(sums[first : first + 1], run.ctx.dp_cp, dim=0).tolist()
+        found = differing_ranks(run, of_ranks, names[first], int(differs.sum()))
     if all_reduce(torch.tensor([float(bool(found))], device=run.ctx.device), run.ctx.world, "max").item():
         reports = dict.fromkeys(filter(None, all_gather_objects(found, run.ctx.world)))
         raise TrainingError(

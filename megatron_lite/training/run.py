@@ -21,6 +21,7 @@ from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.forward_step import BUILT_IN_STEPS, ForwardStep, next_token_loss
 from megatron_lite.training.progress import Progress
+from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import StepReport, TrainState
 
 
@@ -38,10 +39,11 @@ class Run:
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
-    origin: dict[str, Any]  # saved beside the config: the model provider and the tokenizer's hash
+    origin: dict[str, Any]  # saved beside the config: provider, tokenizer's hash, version of the initial values
     tokenizer: Tokenizer | None = None  # built from data.tokenizer; None if that is empty
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
     hooks: "Hooks" = field(default_factory=lambda: Hooks())
     scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: dict(BUILT_IN_STEPS))
 

@@ -16,7 +16,7 @@ from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model
-from megatron_lite.model.init import starting
+from megatron_lite.model.init import INIT, INIT_VERSION, starting
 from megatron_lite.optim.engine import build_data_parallel
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import ParallelContext
@@ -85,8 +85,9 @@ def build_run(
     parts = build_data_parallel(config, ctx, make_model, dtype)
     pipeline = PipelineEngine(ctx, num_chunks=len(parts.model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save)
+    origin = {INIT: INIT_VERSION}
     run = Run(
-        config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin={}
+        config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin
     )
     run.tokenizer = tokenizer
     run.hooks = (hooks or Hooks()).with_built_in(built_in_step(config.model))

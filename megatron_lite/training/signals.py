@@ -1,5 +1,8 @@
 """Requests to stop: all ranks decide together, at the end of an iteration, after a signal to any rank or a deadline.
 
+Counts of requests are summed with the loss of an iteration, so they cost no collective. A request that comes later in
+that iteration is decided with the loss of the next one. Sums are equal on every rank, so all ranks save together.
+
 Launchers and schedulers often deliver a signal twice, so a second one changes nothing. The exception is a second signal
 during a long save, which ends the process at once. A thread watches for it, because Python's signal handlers wait for
 the main thread, which may hang in a write.
@@ -11,16 +14,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import FrameType
 
+import torch
+from torch import Tensor
+
 from megatron_lite.errors import STOP_SIGNALS
-from megatron_lite.parallel.collectives import reduce_on_host
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.waiting import read
 
 TIME_IS_UP = 1000  # above every signal's number
+REQUESTS = (*sorted(STOP_SIGNALS), TIME_IS_UP)  # of several requests the last is the reason
 PATIENCE_SECONDS = 30.0
 STDERR = 2  # in a notebook, sys.stderr has no number
 
@@ -29,6 +37,7 @@ class StopRequest:
     """A context that records the first stop signal. `deadline` is a time of the monotonic clock."""
 
     def __init__(self, deadline: float = math.inf) -> None:
+        self.reason = ""  # on which the ranks have agreed, equal on all of them; empty without one
         self._deadline = deadline
         self._received = 0
         self._saves_since = math.inf
@@ -86,16 +95,27 @@ class StopRequest:
         yield
         self._saves_since = math.inf
 
-    def agreed(self, ctx: ParallelContext) -> str:
-        """The reason to stop, equal on every rank; empty without one.
+    def requests(self, device: torch.device) -> Tensor:
+        """[len(REQUESTS)] in fp64, 1 for the request that this rank has. `decide` needs the sums over the world."""
+        own = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
+        counts = torch.zeros(len(REQUESTS), dtype=torch.float64, device=device)
+        if own:  # a copy from the host would wait for a GPU
+            counts[REQUESTS.index(own)].fill_(1.0)
+        return counts
 
-        Communicates: one all-reduce of a number over the world.
-        """
-        request = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
-        number = int(reduce_on_host(request, ctx.world, "requests to stop", device=ctx.device, op="max"))
-        if number == TIME_IS_UP:
-            return "because train.exit_duration has passed"
-        return f"after receiving {signal.Signals(number).name}" if number else ""
+    def decide(self, counts: Sequence[float]) -> None:
+        """Set the reason to stop from the number of ranks that have each request."""
+        present = [number for number, count in zip(REQUESTS, counts, strict=True) if count]
+        if present and present[-1] == TIME_IS_UP:
+            self.reason = "because train.exit_duration has passed"
+        elif present:
+            self.reason = f"after receiving {signal.Signals(present[-1]).name}"
+
+    def agreed(self, ctx: ParallelContext) -> str:
+        """The reason to stop, decided now. Communicates: the counts of requests over the world."""
+        device = ctx.device if ctx.world.size > 1 else torch.device("cpu")
+        self.decide(read(all_reduce(self.requests(device), ctx.world), "requests to stop", ctx.world))
+        return self.reason
 
 
 def _print_now(text: str) -> None:

@@ -15,11 +15,12 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.t5 import table_rows
-from megatron_lite.parallel.collectives import all_reduce, reduce_on_host
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.waiting import read
 from megatron_lite.parallel.zigzag import local_tokens, positions
+from megatron_lite.pipeline.engine import Value
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
@@ -37,7 +38,8 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     loss_scale = run.optimizer.scaler.scale
     with run.progress.during("optimizer"):
         run.ddp.zero_grad()
-    sums = forward_backward(run, microbatches, loss_scale / target_tokens)
+    loss_grad = torch.full_like(target_tokens, loss_scale) / target_tokens  # torch multiplies a float by a reciprocal
+    sums = forward_backward(run, microbatches, loss_grad)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
     means, measured = means_and_measures(run, sums, target_tokens)
@@ -54,21 +56,26 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     return StepReport(means.loss, verdict.grad_norm, lr, loss_scale, verdict.skipped, verdict.bad, bad_ranks, losses)
 
 
-def means_and_measures(run: Run, total: Tensor, target_tokens: float) -> tuple[Means, list[float]]:
-    """The means of the global batch, and the values of `Optimizer.measure`: one wait of the host for the device.
+def means_and_measures(run: Run, total: Tensor, target_tokens: Tensor) -> tuple[Means, list[float]]:
+    """The means of the global batch, and the values of `Optimizer.measure`: one wait of the host for the device. Also
+    decides about requests to stop.
 
-    total  [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
-    Communicates: these values over the world, and as `Optimizer.measure`.
+        total          [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
+        target_tokens  []                 of the global batch
+
+    Communicates: `total` and the counts of requests over the world, and as `Optimizer.measure`.
     """
-    step, world = run.hooks.forward_step, run.ctx.world
+    step, world, size = run.hooks.forward_step, run.ctx.world, len(total)
     with run.progress.during("loss over all ranks"):
-        total = all_reduce(total.clone(), world) / run.ctx.mp.size
+        sums = all_reduce(torch.cat([total, run.stop.requests(total.device)]), world)
     with run.progress.during("optimizer"):
         measures = run.optimizer.measure().to(total.device)
     with run.progress.during("loss over all ranks"):
-        values = read(torch.cat([total, measures]), "the loss and the gradient norm", world)
-    means, measured = means_of(values[: len(total)], run.scalar_names[step]), values[len(total) :]
-    factor = rescale_grads(run, target_tokens, means.targets)
+        values = read(torch.cat([sums, target_tokens[None], measures]), "the loss and the gradient norm", world)
+    run.stop.decide(values[size : len(sums)])
+    means = means_of([value / run.ctx.mp.size for value in values[:size]], run.scalar_names[step])
+    counted, *measured = values[len(sums) :]
+    factor = rescale_grads(run, counted, means.targets)
     return means, [square * factor**2 for square in measured[:1]] + measured[1:]
 
 
@@ -91,7 +98,7 @@ def rescale_grads(run: Run, target_tokens: float, targets: float) -> float:
     return factor
 
 
-def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
+def forward_backward(run: Run, microbatches: list[Batch], loss_grad: Value) -> Tensor:
     """The sums of the forward step over `microbatches`, as `Sums.total` has them, on every rank of pp; leaves gradients
     in `run.ddp`.
 
@@ -100,7 +107,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
     """
     if run.config.sync.is_local:
         # Under local SGD a rank uses its own gradients. Their mean over dp is the gradient of the global batch.
-        loss_grad *= run.ctx.dp.size
+        loss_grad = loss_grad * run.ctx.dp.size
     parallel, step = run.config.parallel, run.hooks.forward_step
     sums = Sums(run.scalar_names.get(step), run.ctx.device)
     run.ddp.forward_backward(
@@ -148,17 +155,17 @@ def message_of(config: Config, like: Batch, device: torch.device) -> Message:
     return Message((length, batch, config.model.hidden_size), dtype, device)
 
 
-def count_target_tokens(microbatches: list[Batch], ctx: ParallelContext) -> float:
-    """The number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
+def count_target_tokens(microbatches: list[Batch], ctx: ParallelContext) -> Tensor:
+    """[] in fp64: the number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
 
-    Communicates: one value over dp, between hosts, if the loader has counted; else over dp_cp, between devices.
+    Communicates: one value over dp if the loader has counted, else over dp_cp; the host does not wait for it.
     """
-    what = "the number of target tokens"
     counted = [batch.num_targets for batch in microbatches]
-    if None not in counted:
-        return max(1.0, reduce_on_host(sum(counted), ctx.dp, what, device=ctx.device))  # type: ignore[arg-type]
-    here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
-    return max(1.0, read(all_reduce(here.reshape(1), ctx.dp_cp), what, ctx.dp_cp)[0])
+    if None in counted:
+        here, group = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum(), ctx.dp_cp
+    else:  # a copy from the host would wait for a GPU; `full` does not
+        here, group = torch.full((), sum(counted), dtype=torch.float64, device=ctx.device), ctx.dp  # type: ignore[arg-type]
+    return all_reduce(here, group).clamp(min=1.0)
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:

@@ -1,7 +1,8 @@
 """Stragglers: ranks that compute longer than others on the same work.
 
 Ranks wait for each other, so a step takes equally long on all of them. The time in collectives is therefore subtracted,
-in one iteration of every `log.interval`. Only ranks of one pipeline stage are compared, because stages differ.
+in one iteration of every `log.interval`. Only ranks of one pipeline stage are compared, because stages differ. Each
+compares itself with the others, and reports if it is late.
 """
 
 import socket
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from megatron_lite.parallel.agreement import all_gather_objects
+import torch
+
+from megatron_lite.parallel.agreement import gather_objects, same
+from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.waiting import record_waits
 from megatron_lite.training.run import Run
 from megatron_lite.training.timeline import Timeline
@@ -25,7 +29,7 @@ class Stragglers:
     def __init__(self, run: Run):
         self._run = run
         self._work = 0.0  # seconds of computation on this rank
-        self._late: dict[int, int] = {}  # measurements in a row, by rank
+        self._late = 0  # measurements in a row in which this rank was slow
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -41,25 +45,24 @@ class Stragglers:
         self._work = _total(step) - _total(waits)
 
     def line(self) -> str:
-        """The message about stragglers in the newest measurements; empty without one.
+        """The message about stragglers in the newest measurements, on the first rank; empty without one.
 
-        Communicates: a small object over the world.
+        Communicates: a value of each rank over tp and dp_cp, and a hash over the world.
         """
-        own = (self._run.ctx.pp.rank, self._work, socket.gethostname())
-        of_ranks = all_gather_objects(own, self._run.ctx.world)
-        late, lines = {}, []
-        for rank, (stage, seconds, host) in enumerate(of_ranks):
-            others = [time for other, (at, time, _) in enumerate(of_ranks) if at == stage and other != rank]
-            usual = median(others) if others else seconds
-            if seconds > LONGER * usual and seconds - usual > SECONDS:
-                late[rank] = self._late.get(rank, 0) + 1
-                if late[rank] >= IN_A_ROW:
-                    lines.append(
-                        f"rank {rank} on {host} needs {seconds:.2f} s of computation per iteration; the median of the "
-                        f"other ranks of its stage is {usual:.2f} s"
-                    )
-        self._late = late
-        return f"STRAGGLER: {'; '.join(lines)}" if lines else ""
+        ctx, seconds, report = self._run.ctx, self._work, ""
+        own = torch.tensor([seconds], dtype=torch.float64, device=ctx.device)
+        others = all_gather(all_gather(own, ctx.tp, dim=0), ctx.dp_cp, dim=0).tolist()
+        others.remove(seconds)
+        usual = median(others) if others else seconds
+        is_late = seconds > LONGER * usual and seconds - usual > SECONDS
+        self._late = self._late + 1 if is_late else 0
+        if self._late >= IN_A_ROW:
+            report = (
+                f"rank {ctx.rank} on {socket.gethostname()} needs {seconds:.2f} s of computation per iteration; the "
+                f"median of the other ranks of its stage is {usual:.2f} s"
+            )
+        reports = [] if same(report, ctx.world) else list(filter(None, gather_objects(report, ctx.world)))
+        return f"STRAGGLER: {'; '.join(reports)}" if reports else ""
 
 
 def _total(timeline: Timeline) -> float:

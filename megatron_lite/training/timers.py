@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.timeline import Timeline
@@ -72,24 +72,22 @@ class Timers:
     def compared(self, world: Group) -> dict[str, PhaseTime]:
         """The times of every phase that took any, equal on every rank; the timers start again from zero.
 
-        Communicates: one value per phase over the world.
+        Communicates: three values per phase over the world.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for timeline in (self._before, self._now):
             self._add(timeline)
         self._now, self._before = Timeline(self._device), Timeline(self._device)
-        own = torch.zeros(1, len(NAMES), dtype=torch.float64, device=self._device)
-        for place, name in enumerate(NAMES):
-            own[0, place] = self._seconds[name] / (1 if name in OUTSIDE else max(self._iterations, 1))
-        of_ranks = all_gather(own, world, dim=0).cpu()
+        means = [self._seconds[name] / (1 if name in OUTSIDE else max(self._iterations, 1)) for name in NAMES]
+        own = torch.tensor(means, dtype=torch.float64, device=self._device)
+        most, least = all_reduce(torch.stack((own, -own)), world, "max")
+        # The lowest rank with the most seconds, negative: collectives of this package have no minimum.
+        slowest = all_reduce(torch.where(own == most, -world.rank, -world.size).to(own), world, "max")
         self._seconds.clear()
         self._iterations = 0
-        return {
-            name: PhaseTime(seconds.min().item(), seconds.max().item(), int(seconds.argmax()))
-            for name, seconds in zip(NAMES, of_ranks.t(), strict=True)
-            if seconds.any()
-        }
+        rows = torch.stack((-least, most, -slowest)).t().tolist()
+        return {name: PhaseTime(a, b, int(rank)) for name, (a, b, rank) in zip(NAMES, rows, strict=True) if b}
 
     def _add(self, timeline: Timeline) -> None:
         for what, start, end in timeline.seconds():

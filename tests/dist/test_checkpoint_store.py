@@ -59,10 +59,8 @@ def test_every_rank_loads_the_values_that_it_saved(ranks, tmp_path, tp, dp):
     folder = tmp_path / "iter_0000003"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
     assert files == {
-        f"mp_rank_{t:02d}/{name}.safetensors"
-        for t in range(tp)
-        for name in ["model", "optimizer_dp_000", *(f"rng_dp_{d:03d}" for d in range(dp))]
-    }
+        f"mp_rank_{t:02d}/{name}.safetensors" for t in range(tp) for name in ("model", "optimizer_dp_000")
+    } | {f"mp_rank_{rank % tp:02d}/rng_host_{rank:05d}.safetensors" for rank in range(tp * dp)}
     layout = read_layout(folder)
     assert layout.files.keys() == files and store.verify(folder, layout) == []
 
@@ -73,26 +71,30 @@ def test_shards_in_the_files_join_to_the_full_tensor(ranks, tmp_path):
     folder = tmp_path / "iter_0000003"
     layout = read_layout(folder)
     for name, tensor in layout.tensors.items():
-        for kind, value in tensor.values.items():
-            shards = [load_file(folder / p.file)[p.key] for tp in range(2) for p in value.slices if p.tp == tp]
+        for kind in tensor.values:
+            shards = [load_file(folder / stored.file)[stored.key] for stored in layout.slices(name, kind)]
             dtype = torch.bfloat16 if kind == "weight" else torch.float32
             assert torch.equal(tensor.shard.join(shards), full_tensor(name, kind, 3, dtype)), (name, kind)
 
 
-def load_on_another_grid(root: Path, tp: int, dp: int) -> tuple[int, int, str]:
+def load_on_another_grid(root: Path, tp: int, dp: int) -> tuple[int, int, int, str]:
     ctx = context(tp, dp)
     into = contents(ctx, -1)
     loaded, _ = load(root, 3, ctx, **into)
     assert_same(into, contents(ctx, 3))
-    return loaded.layout.grid.world_size, loaded.bytes_read - total_bytes(into), str(loaded.rng)
+    return loaded.layout.grid.world_size, loaded.bytes_read, total_bytes(into), str(loaded.rng)
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 2), (1, 1)), ((1, 2), (1, 4)), ((1, 1), (4, 1)), ((4, 1), (2, 2))])
 def test_another_grid_loads_all_shards_but_no_generators(ranks, tmp_path, before, after):
-    """A rank that read more than its shards would make large restarts slow; random streams must be seeded anew."""
-    size = before[0] * before[1]
+    """Ranks that together read a value more than once, or more than their shards, would make large restarts slow. So
+    would one that reads the values for all others. Random streams must be seeded anew."""
+    size, (tp, dp) = before[0] * before[1], after
     ranks(size, save_and_load, tmp_path, *before)
-    assert set(ranks(after[0] * after[1], load_on_another_grid, tmp_path, *after)) == {(size, 0, "None")}
+    sizes, read, own, rng = zip(*ranks(tp * dp, load_on_another_grid, tmp_path, *after), strict=True)
+    assert set(sizes) == {size} and set(rng) == {"None"}
+    assert all(sum(read[rank::tp]) == own[rank] for rank in range(tp))
+    assert max(read) < 1.5 * own[0] / dp
 
 
 def save_with_a_failing_disk(root: Path, failing_ranks: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ def take_snapshot(run: Run) -> Snapshot:
     """Copies of the weights, optimizer state, step count and train state that a checkpoint stores."""
 
     def copy(local: LocalShard) -> LocalShard:
-        return LocalShard(local.values.clone(), local.start, local.across_dp)
+        return replace(local, values=local.values.clone())
 
     weights = {name: copy(local) for name, local in run.optimizer.weights().items()}
     state = {

@@ -3,6 +3,7 @@
 import io
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,14 @@ import torch.distributed as dist
 
 from megatron_lite.data import identity
 from megatron_lite.errors import ConfigError
+from megatron_lite.parallel.context import Group
 from megatron_lite.training import initialize
-from megatron_lite.training.initialize import finalize_megatron, initialize_megatron, join_process_group
+from megatron_lite.training.initialize import (
+    finalize_megatron,
+    initialize_megatron,
+    join_process_group,
+    ranks_per_host,
+)
 from tests.helpers.corpora import write_corpus
 from tests.helpers.tiny import tiny_config
 
@@ -161,14 +168,16 @@ def as_a_task(folders: list[Path]) -> tuple[str, str]:
         return compared(folders, {}, {})
 
 
-def test_one_rank_of_each_place_reads_the_files(ranks, folders):
-    """Eight ranks of a host would read a corpus eight times."""
-    assert ranks(2, files_read, folders[:1] * 2) == [3, 0]
-    assert ranks(2, files_read, folders) == [3, 3]
+def test_one_rank_of_each_machine_reads_the_files_unless_paths_differ(ranks, folders):
+    """Eight ranks of a host would read a corpus eight times, and thousands would send each other their paths."""
+    machine, unknown = {"LOCAL_WORLD_SIZE": "2"}, {}
+    assert ranks(2, files_read, folders[:1] * 2, machine) == [3, 0]
+    assert ranks(2, files_read, folders[:1] * 2, unknown) == [3, 3]
+    assert ranks(2, files_read, folders, machine) == [3, 3]
 
 
-def files_read(folders: list[Path]) -> int:
-    """The files whose content this rank reads as the rank of a launcher."""
+def files_read(folders: list[Path], variables: Mapping[str, str]) -> int:
+    """The files whose content this rank reads as the rank of a launcher; no rank gathers anything."""
     calls = []
     checked = initialize.checksum
 
@@ -177,11 +186,37 @@ def files_read(folders: list[Path]) -> int:
         return checked(*parts)
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(initialize, "gather_objects", None))
         for module in (identity, initialize):
             stack.enter_context(mock.patch.object(module, "checksum", counting))
-        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}))
+        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank()), **variables}))
         assert compared(folders, {}, {}) == ("", "")
     return len(calls)
+
+
+def hosts_of(cases: list[list[tuple[int, int]]]) -> list[int]:
+    """The agreed number of ranks on a machine, where each rank has this LOCAL_RANK and LOCAL_WORLD_SIZE."""
+    world, found = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD), []
+    for case in cases:
+        local_rank, count = case[world.rank]
+        variables = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(count)}
+        with mock.patch.dict(os.environ, variables):
+            found.append(ranks_per_host(world))
+    return found
+
+
+def test_machines_are_known_only_where_all_have_as_many_adjacent_ranks(ranks):
+    """Ranks that disagree would create different groups and wait for each other."""
+    cases = {
+        "two machines": [(0, 2), (1, 2), (0, 2), (1, 2)],
+        "one machine": [(rank, 4) for rank in range(4)],
+        "three and one": [(0, 3), (1, 3), (2, 3), (0, 1)],
+        "in turns": [(0, 2), (0, 2), (1, 2), (1, 2)],
+        "one of them differs": [(0, 2), (1, 2), (0, 2), (0, 1)],
+        "does not divide": [(0, 3), (1, 3), (2, 3), (0, 3)],
+        "unknown": [(0, 0)] * 4,
+    }
+    assert ranks(4, hosts_of, list(cases.values())) == 4 * [[2, 4, 1, 1, 1, 1, 1]]
 
 
 def test_restarts_by_torchrun_on_several_machines_raise_an_error(monkeypatch):

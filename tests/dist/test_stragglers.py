@@ -1,5 +1,6 @@
 """The straggler line names a rank that computes longer than others, and ignores noise, waits and other stages."""
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -13,9 +14,9 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.stragglers import Stragglers
 
 
-def lines_of(seconds_by_step: list[list[float]], pp: int) -> list[str]:
+def lines_of(seconds_by_step: list[list[float]], pp: int, tp: int) -> list[str]:
     """The straggler line after each step, in which every rank sleeps for its seconds and then waits in a barrier."""
-    grid = Grid(tp=1, cp=1, dp=dist.get_world_size() // pp, pp=pp)
+    grid = Grid(tp=tp, cp=1, dp=dist.get_world_size() // (pp * tp), pp=pp)
     ctx = ParallelContext.create(grid, torch.device("cpu"), 60.0)
     stragglers = Stragglers(SimpleNamespace(ctx=ctx))  # type: ignore[arg-type]
     lines = []
@@ -28,21 +29,22 @@ def lines_of(seconds_by_step: list[list[float]], pp: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "steps, pp, expected",
+    "steps, pp, tp, expected",
     [
-        ([[0.3, 0.02, 0.02, 0.02]] * 4, 1, [None, None, 0, 0]),
-        ([[0.02, 0.3, 0.02, 0.02]] * 2 + [[0.02, 0.02, 0.3, 0.02]], 1, [None] * 3),  # another rank in the third step
-        ([[0.3, 0.3, 0.02, 0.02]] * 3, 2, [None] * 3),  # stages differ by design
-        ([[0.02, 0.02, 0.02, 0.3]] * 3, 2, [None, None, 3]),
-        ([[0.015, 0.0, 0.0, 0.0]] * 3, 1, [None] * 3),  # too little time to matter
+        ([[0.3, 0.02, 0.02, 0.02]] * 4, 1, 1, [None, None, [0], [0]]),
+        ([[0.02, 0.3, 0.02, 0.02]] * 2 + [[0.02, 0.02, 0.3, 0.02]], 1, 1, [None] * 3),  # another rank in the third step
+        ([[0.3, 0.3, 0.02, 0.02]] * 3, 2, 1, [None] * 3),  # stages differ by design
+        ([[0.02, 0.02, 0.02, 0.3]] * 3, 2, 1, [None, None, [3]]),
+        ([[0.02, 0.3, 0.02, 0.3]] * 3, 1, 2, [None, None, [1, 3]]),  # all ranks of one index in tp
+        ([[0.015, 0.0, 0.0, 0.0]] * 3, 1, 1, [None] * 3),  # too little time to matter
     ],
 )
-def test_only_a_rank_that_is_slow_three_times_in_a_row_is_named(ranks, steps, pp, expected):
+def test_only_a_rank_that_is_slow_three_times_in_a_row_is_named(ranks, steps, pp, tp, expected):
     """Warnings about noise would hide a machine that is really slow."""
-    (lines, *_) = ranks(4, lines_of, steps, pp)
-    for line, rank in zip(lines, expected, strict=True):
-        if rank is None:
-            assert line == ""
-        else:
-            assert line.startswith(f"STRAGGLER: rank {rank} on ")
+    (lines, *_) = ranks(4, lines_of, steps, pp, tp)
+    for line, late in zip(lines, expected, strict=True):
+        assert re.findall(r"(?:^STRAGGLER: |; )rank (\d) on ", line) == [str(rank) for rank in late or ()]
+        if late:
             assert " needs 0.3" in line and "s of computation per iteration; the median of the other ranks" in line
+        else:
+            assert line == ""

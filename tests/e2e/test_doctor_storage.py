@@ -40,7 +40,7 @@ def test_run_dir_is_examined_also_without_data(ranks, tmp_path):
     assert lines[-3:] == [
         " skip  tokenizer, data, index files: data.paths is not given",
         f" ok    run.dir: {tmp_path}/x/y: every rank can write there, and sees what the first one wrote",
-        "8 checks passed",
+        "9 checks passed",
     ]
     assert not list(tmp_path.iterdir())
 
@@ -67,7 +67,7 @@ def test_hosts_without_a_shared_disk_fail_for_data_and_run_dir(doctor, corpus):
         "the same path",
         " skip  disk: run.dir must be right first",
         " ok    start: at iteration 0, for run.dir has no checkpoint",
-        failed(3, 14),
+        failed(3, 15),
     ]
     kept = [{path.name.removeprefix("corpus_text_document.") for path in folder.iterdir()} for folder in folders]
     assert kept == [{"bin", "idx", "info.json"}, {"bin", "idx"}]
@@ -124,7 +124,7 @@ def test_unwritable_folders_and_missing_files_fail(doctor):
         f" FAIL  run.dir: {A}: {x} cannot be written: Not a directory. Choose another run.dir",
         " skip  disk: without the tokenizer the size of the model is not known",
         f" FAIL  start: rank 0: checkpoint.load_weights: {missing}: is not a folder. Give a run.dir or iter_... folder",
-        failed(4, 13),
+        failed(4, 14),
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_host_without_permission_and_with_another_tokenizer_fails(doctor, corp
         f" FAIL  run.dir: {B}: {doctor.folder}/run cannot be written: Permission denied. Give this user write "
         "permission there, or write elsewhere (run.dir)",
         " skip  disk: without the tokenizer the size of the model is not known",
-        failed(3, 13),
+        failed(3, 14),
     ]
 
 
@@ -184,12 +184,12 @@ def test_a_disk_without_locks_or_space_is_reported(doctor):
         "none trains there",
         f" warn  disk: 1.4 MiB free for {folder}; {about}; checkpoint.keep 3 needs room for 4: free some space, "
         "or keep fewer",
-        "14 checks passed, 2 with a warning",
+        "15 checks passed, 2 with a warning",
     ]
     assert doctor.not_ok(fault=nearly_full, faulty_ranks=(0,)) == [
         f" FAIL  disk: 1.0 MiB free for {folder}; {about}, and there must be room for two; free some space, or set "
         "run.dir to another disk",
-        failed(1, 14),
+        failed(1, 15),
     ]
 
 
@@ -202,7 +202,7 @@ def test_another_run_in_the_same_folder_is_a_failure(doctor):
         "ended, end it, or choose another",
         lines[0],
     )
-    assert lines[1:] == [" skip  disk: run.dir must be right first", failed(1, 13)]
+    assert lines[1:] == [" skip  disk: run.dir must be right first", failed(1, 14)]
 
 
 @pytest.mark.parametrize("precision, bytes_per_parameter", [("fp32", 12), ("bf16", 14), ("fp64", 24)])

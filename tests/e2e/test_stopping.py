@@ -246,7 +246,7 @@ def test_files_of_an_earlier_run_do_not_stop_a_run(tmp_path):
     (tmp_path / "heartbeat" / "hang").touch()
     (tmp_path / "exit_code").write_text("75\n")
     train_to_end(tmp_path, "gpt", train__iterations=2, train__hang_timeout=0)
-    assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["rank_00000.json"]
+    assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["host_00000"]
     assert not (tmp_path / "exit_code").exists()
 
 

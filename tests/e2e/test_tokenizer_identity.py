@@ -10,6 +10,7 @@ from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layou
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.generate.prompts import prompts_of
+from megatron_lite.model.init import INIT, INIT_VERSION
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.command import run_here, tiny_yaml
@@ -73,11 +74,14 @@ def test_a_checkpoint_of_another_tokenizer_is_an_error(finished, tmp_path, key):
 
 
 def test_a_checkpoint_without_a_hash_and_data_without_info_json_are_read(finished, tmp_path):
-    """Checkpoints of earlier versions have no hash, and corpora of Megatron have no info.json."""
+    """Checkpoints of earlier versions have no hash, and corpora of Megatron have no info.json.
+
+    A resumed run keeps the version of its initial values: a new run with this seed would have other weights."""
     for suffix in ("bin", "idx"):
         shutil.copy(finished / f"a_text_document.{suffix}", tmp_path)
     layout = read_layout(resolve(finished / "run"))
     assert layout.origin["tokenizer"] == tokenizer_hash(f"sentencepiece:{finished}/a.model")
+    assert layout.origin[INIT] == INIT_VERSION > 1
     shutil.copytree(finished / "run", tmp_path / "run")
     old = dump_layout(layout.model_copy(update={"origin": {}}))
     (resolve(tmp_path / "run") / LAYOUT_FILE).write_text(old)
@@ -85,7 +89,7 @@ def test_a_checkpoint_without_a_hash_and_data_without_info_json_are_read(finishe
     assert done.returncode == 0, done.stderr
     line = f"the tokenizer of {tmp_path}/a_text_document cannot be checked without a_text_document.info.json\n"
     assert line in unwrapped(done.stdout)
-    assert read_layout(resolve(tmp_path / "run")).origin == layout.origin
+    assert read_layout(resolve(tmp_path / "run")).origin == layout.origin | {INIT: 1}
 
 
 def test_a_run_without_a_tokenizer_keeps_the_hash_of_its_checkpoint(finished, tmp_path):
@@ -128,7 +132,9 @@ def test_conversion_keeps_the_tokenizer_hash(finished, tmp_path):
         # start a new run.
         family = {"model_type": "gpt2", "token_ids": {"eos_token_id": 1}} if target == "back" else {}
         corpora = {"corpora": origin["corpora"]} if target == "full" else {}
-        assert read_layout(resolve(tmp_path / target)).origin == {"tokenizer": origin["tokenizer"]} | corpora | family
+        start = {INIT: origin[INIT]} if target != "back" else {}
+        expected = {"tokenizer": origin["tokenizer"]} | corpora | start | family
+        assert read_layout(resolve(tmp_path / target)).origin == expected
 
 
 def test_a_run_whose_documents_start_with_a_token_starts_its_prompts_with_it(finished, tmp_path):

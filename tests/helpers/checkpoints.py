@@ -6,11 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import (
+    LAYOUT_FILE,
+    FileInfo,
+    Layout,
+    checksum,
+    dump_layout,
+    mp_rank_folder,
+    read_layout,
+)
+from megatron_lite.checkpoint.tensor_file import TensorFile, write_tensors
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -64,7 +75,7 @@ def save(
         "ctx": ctx,
         "table": TABLE,
         **contents(ctx, version),
-        "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
+        "rng": {f"{ctx.rank}/cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
         "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
         "config": CONFIG,
         "origin": {},
@@ -122,6 +133,50 @@ def newest_tensor_files(folder: Path) -> dict[str, bytes]:
     """The tensor files of a run's newest checkpoint by name, without those of the random streams."""
     newest = resolve(folder)
     return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
+
+
+def listed(layout: Layout) -> Layout:
+    """The layout with a list of the slices in place of their rules, for tests that change one of them."""
+    tensors = {
+        name: tensor.model_copy(
+            update={
+                "values": {
+                    kind: value.model_copy(update={"rules": (), "slices": tuple(layout.slices(name, kind))})
+                    for kind, value in tensor.values.items()
+                }
+            }
+        )
+        for name, tensor in layout.tensors.items()
+    }
+    return layout.model_copy(update={"tensors": tensors})
+
+
+def as_version_2(folder: Path) -> None:
+    """Rewrite the checkpoint in `folder` in the form of version 2: layout.json lists all slices and checksums, and each
+    rank has a file of its random generators."""
+    layout = listed(read_layout(folder))
+    files = dict(layout.files)
+    for name in [name for name in files if "/rng_host_" in name]:
+        by_rank: dict[int, dict[str, Tensor]] = {}
+        for key, state in load_file(folder / name).items():
+            rank, _, stream = key.partition("/")
+            by_rank.setdefault(int(rank), {})[stream] = state
+        (folder / name).unlink()
+        del files[name]
+        for rank, states in by_rank.items():
+            ctx = ParallelContext.at(layout.grid, rank)
+            own = f"{mp_rank_folder(ctx.tp.rank, ctx.pp.rank, layout.grid)}/rng_dp_{ctx.dp_cp.rank:03d}.safetensors"
+            files[own] = write_tensors(folder / own, states)
+    for name, info in files.items():
+        opened = TensorFile(folder / name, info)
+        checksums = {key: opened.checksums(key) for key in opened.dtypes}
+        tensors = {key: opened.get(key) for key in opened.dtypes}
+        save_file(tensors, folder / name)  # without checksums, in the order of the safetensors library
+        header = (folder / name).read_bytes()[: (folder / name).stat().st_size - total_bytes(tensors)]
+        size = (folder / name).stat().st_size
+        files[name] = FileInfo(bytes=size, header_crc32=checksum(header), crc32=checksums)
+    layout = layout.model_copy(update={"version": 2, "files": files})
+    (folder / LAYOUT_FILE).write_text(dump_layout(layout))
 
 
 def flip_a_bit(folder: Path) -> None:

@@ -64,17 +64,20 @@ def _checked_again(name: str) -> Mutation:
         tree = json.loads(layout.read_bytes())
         info = tree["files"][f"{path.parent.name}/{path.name}"]
         size = int.from_bytes(content[:8], "little")
-        info["bytes"], info["header_crc32"] = len(content), checksum(content[: 8 + size])
         try:
             header = json.loads(content[8 : 8 + size])
             for key, entry in header.items():
                 if key != "__metadata__":
                     start, end = (8 + size + at for at in entry["data_offsets"])
-                    info["crc32"][key] = [
-                        checksum(content[at : min(at + (1 << 20), end)]) for at in range(start, end, 1 << 20)
-                    ]
+                    chunks = (content[at : min(at + (1 << 20), end)] for at in range(start, end, 1 << 20))
+                    header["__metadata__"][f"crc32.{key}"] = "".join(map(checksum, chunks))
+            text = json.dumps(header).encode()
+            content = len(text).to_bytes(8, "little") + text + content[8 + size :]
+            texts.replaced(path, content)
+            size = len(text)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             pass
+        info["bytes"], info["header_crc32"] = len(content), checksum(content[: 8 + size])
         tree.pop("crc32")
         texts.replaced(layout, json.dumps({"crc32": content_checksum(tree), **tree}).encode())
         return f"{what}, checksums corrected"
@@ -321,14 +324,14 @@ READERS: dict[str, Reader] = {
         TRAINING,
         RESUME,
         (
-            texts.of_json("run/heartbeat/rank_00000.json"),
+            texts.of_json("run/heartbeat/host_00000"),
             texts.of_lines("run/.lock"),
             texts.of_lines(f"{SAVED}/latest_checkpointed_iteration.txt"),
             texts.of_lines("run/resolved.yaml"),
             texts.of_lines("run/settings.yaml"),
             texts.of_paths(
                 "run/heartbeat",
-                "run/heartbeat/rank_00000.json",
+                "run/heartbeat/host_00000",
                 "run/.lock",
                 "run/exit_code",
                 "run/settings.yaml",

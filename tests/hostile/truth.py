@@ -60,14 +60,10 @@ def of_native(name: str) -> Callable[[Path], Tensors]:
         (path,) = folder.glob(f"{name}/checkpoints/iter_*/layout.json")
         found: Tensors = {}
         for key, tensor in json.loads(path.read_bytes())["tensors"].items():
-            parts, at = [], 0
-            for stored in sorted(tensor["values"]["weight"]["pieces"], key=lambda stored: stored["start"]):
-                with safe_open(path.parent / stored["file"], "pt") as opened:
-                    part = opened.get_tensor(stored["key"])
-                assert stored["start"] == at and stored["end"] - at == part.numel()
-                parts.append(part.flatten())
-                at = stored["end"]
-            found[key] = torch.cat(parts).reshape(tensor["shape"])
+            (rule,) = tensor["values"]["weight"]["rules"]
+            assert rule == {"pp": 0, "tp": [0, 1], "dp": None, "chunk": 0, "shift": 0}
+            with safe_open(path.parent / "mp_rank_00" / "model.safetensors", "pt") as opened:
+                found[key] = opened.get_tensor(key).reshape(tensor["shape"])
         return found
 
     return read

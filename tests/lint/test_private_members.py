@@ -52,6 +52,7 @@ MEMBERS = [
     Member("launch/rendezvous.py", BACKEND, "_key"),
     Member("launch/rendezvous.py", BACKEND, "_NULL_SENTINEL"),
     Member("ddp/sharded.py", "torch.nn:Module", "_parameters"),
+    Member("parallel/messages.py", "torch.distributed.distributed_c10d", "_get_default_store", ""),
     Member("checkpoint/saver.py", "torch:Tensor", "_version"),
     Member("optim/clip.py", "torch", "_foreach_norm"),
     Member("ddp/local.py", "torch", "_foreach_copy_"),

@@ -56,7 +56,7 @@ def test_checksums_equal_those_of_zlib():
         (lambda text: b"[1, 2]", "does not describe a megatron_lite checkpoint, or damaged"),
         (lambda text: b'{"a": 1}', "does not describe a megatron_lite checkpoint, or damaged"),
         (
-            lambda text: text.replace(b'"version": 2', b'"version": 3', 1),
+            lambda text: text.replace(b'"version": 3', b'"version": 2', 1),
             "damaged or edited, its checksum is not",
         ),
         (lambda text: text.replace(b'"iteration": 1', b'"iteration": 2', 1), "its checksum is not"),
@@ -94,7 +94,7 @@ def tensor(**changes) -> dict:
     ("changes", "message"),
     [
         ({"version": 1}, "has format 'megatron_lite checkpoint', version 1; .* or a newer one"),
-        ({"format": "other"}, "has format 'other', version 2"),
+        ({"format": "other"}, "has format 'other', version 3"),
         ({"iteration": -1}, "iteration: Input should be greater than or equal to 0"),
         ({"files": {}}, "is in mp_rank_00/model.safetensors, which is not described"),
         ({"files": {"../../etc/passwd": {}}}, "files.*String should match pattern"),
@@ -117,6 +117,7 @@ def tensor(**changes) -> dict:
         ({"origin": {"tokenizer": 7}}, "origin.tokenizer: Input should be a valid string"),
         ({"origin": {"model_provider": ["a"]}}, "origin.model_provider: Input should be a valid string"),
         ({"origin": {"token_ids": {"eos_token_id": "x"}}}, "origin.token_ids.eos_token_id"),
+        ({"origin": {"init_version": "x"}}, "origin.init_version: Input should be a valid integer"),
         ({"origin": {"corpora": "x"}}, "origin.corpora: Input should be a valid list"),
         ({"origin": {"corpora": [{"idx": {}, "bin": {"bytes": 1}}]}}, "origin.corpora.0.idx.sequences: Field required"),
         ({"state": {"train": [1]}}, "state.train: Input should be a valid dictionary"),

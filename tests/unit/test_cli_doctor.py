@@ -12,7 +12,7 @@ from megatron_lite.cli.doctor import check_port
 from megatron_lite.config.load import load_config
 from megatron_lite.doctor import checks as doctor
 from megatron_lite.doctor.findings import Answer, described, readable, where
-from megatron_lite.doctor.machine import Machine, devices, lacks_rdma, limits
+from megatron_lite.doctor.machine import Machine, devices, lacks_rdma, limits, open_files
 from megatron_lite.doctor.network import ADVICE, Speed, pace, summary, used_groups
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch import launcher as launch
@@ -156,10 +156,21 @@ def test_limits_that_are_too_low_for_the_ranks_of_a_host_are_reported():
     assert lines(limits(machines(("a", 4, {"cores": 2})))) == [
         " warn  limits: a: 4 threads of 4 ranks on 2 cores wait for each other; start at most 2 ranks on it"
     ]
-    assert (
-        "a process may open 1,500 files; start it after ulimit -n 8192"
-        in lines(limits(machines(("a", 256, {"open_files": 1500, "cores": 256}))))[0]
-    )  # the limit depends on the number of ranks
+
+
+def test_the_limit_of_open_files_is_compared_with_the_layout():
+    """Rank 0 of a large run has a connection to each rank, and login shells give 1024 files."""
+    few, many = {"open_files": 1024}, {"open_files": 65536}
+    grid = Grid(tp=8, dp=256)
+    assert lines(open_files(grid, machines(("a", 8, few), ("b", 2040, many)))) == [
+        " FAIL  open files: this layout needs about 2,144 on rank 0 of a, and the limit is 1,024; raise the hard "
+        "limit (ulimit -Hn) there to 5312"
+    ]
+    (line,) = lines(open_files(grid, machines(("a", 8, many), ("b", 2040, {"open_files": 200}))))
+    assert line.startswith(" warn  open files: this layout needs about 97 on rank 8 of b, and the limit is 200; ")
+    assert lines(open_files(grid, machines(("a", 8, many), ("b", 2040, many)))) == [
+        " ok    open files: this layout needs about 2,144 on rank 0 of a, and the limit is 65,536"
+    ]
 
 
 def test_limits_of_a_container_count(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from megatron_lite.generate.run import config_of, load_model
 from megatron_lite.model.build import get_model
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from tests.helpers.cases import all_cases
+from tests.helpers.checkpoints import listed
 from tests.helpers.command import run_here
 from tests.helpers.huggingface import llama
 from tests.helpers.printed import unwrapped
@@ -72,7 +73,7 @@ def read_all(name: str, folder: Path) -> dict[str, torch.Tensor]:
 def edit_layout(folder: Path, change) -> None:
     """Change the content of a layout.json, with the right checksum."""
     newest = resolve(folder)
-    content = json.loads(dump_layout(read_layout(newest)))
+    content = json.loads(dump_layout(listed(read_layout(newest))))
     change(content)
     del content["crc32"]
     text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -157,17 +158,18 @@ def edit_header(folder: Path) -> None:
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
     by_size: dict[int, list[str]] = {}
-    for name, entry in header.items():
+    for name in header.keys() - {"__metadata__"}:
+        entry = header[name]
         by_size.setdefault(entry["data_offsets"][1] - entry["data_offsets"][0], []).append(name)
     first, second, *_ = next(names for names in by_size.values() if len(names) > 1)
     header[second]["data_offsets"] = header[first]["data_offsets"]
+    header["__metadata__"][f"crc32.{second}"] = header["__metadata__"][f"crc32.{first}"]
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     file.write_bytes(data[:8] + text + data[8 + size :])
 
     def change(content: dict) -> None:
         info = content["files"]["mp_rank_00/model.safetensors"]
         info["header_crc32"] = checksum(data[:8] + text)
-        info["crc32"][second] = info["crc32"][first]
 
     edit_layout(folder, change)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data import index_cache
+from megatron_lite.data.index_cache import cached_arrays, trust_checksums
 from megatron_lite.errors import DataError
 from tests.helpers.limits import PATIENCE
 from tests.helpers.unprivileged import open_folder, run_unprivileged
@@ -77,6 +78,20 @@ def test_a_damaged_entry_is_rebuilt(tmp_path, suffix, harm):
     arrays = cached_arrays(tmp_path, "x", {}, DIMS, build)
     assert build.calls == 2
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
+
+
+def test_trusted_arrays_are_mapped_unread_and_missing_ones_built(tmp_path, monkeypatch):
+    """A rank that does not compare the checksums must not need them either, nor fail where its cache is another one."""
+    build = Builder()
+    cached_arrays(tmp_path, "x", {}, DIMS, build, trust_checksums)
+    assert build.calls == 1
+    monkeypatch.setattr(index_cache, "zlib", None)
+    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, DIMS, build, trust_checksums)["a"], np.arange(1000))
+    monkeypatch.undo()
+    (path,) = tmp_path.glob("*-a.npy")
+    truncate(path)
+    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, DIMS, build, trust_checksums)["a"], np.arange(1000))
+    assert build.calls == 2
 
 
 def no_arrays(path: Path):

@@ -24,7 +24,7 @@ from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from megatron_lite.tokenizer_files import keep
 from megatron_lite.training.metrics import MetricsFile, check_run_dir, write_errors
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.watchdog import Watchdog
+from megatron_lite.training.watchdog import LINE_BYTES, Watchdog
 from tests.helpers.command import run_here
 from tests.helpers.huggingface import gpt2
 
@@ -107,7 +107,7 @@ def submit(folder: Path) -> None:
 
 RUN = [
     *("settings.yaml", "resolved.yaml", "metrics.jsonl", "exit_code", "trace.json", "heartbeat/hang"),
-    *("heartbeat/rank_00000.json", "heartbeat/stacks_00000.txt"),
+    *("heartbeat/host_00000", "heartbeat/stacks_00000.txt"),
 ]
 CHECKPOINT = [".new-iter_0000002", ".old-iter_0000002", ".deleted-iter_0000001", "iter_0000001", "iter_0000002"]
 # A command overwrites files that the user names on the command line, so his own file of that name is not planted.
@@ -232,7 +232,9 @@ def test_the_files_of_a_run_are_known_as_its_own(tmp_path):
         "metrics.jsonl": '{"iteration": 1, "consumed_samples": 8}\n',
         "exit_code": "75\n",
         "heartbeat/hang": "",
-        "heartbeat/rank_00000.json": '{"rank": 0, "host": "a"}\n',
+        "heartbeat/host_00000": '{"rank": 0, "host": "a"}\n',
+        "heartbeat/host_00008": "\0" * LINE_BYTES + '{"rank": 9, "host": "b"}\n',
+        "heartbeat/host_00016": "",
         "heartbeat/stacks_00000.txt": "Thread 0x00007f (most recent call first):\n",
     }
     for name, text in files.items():

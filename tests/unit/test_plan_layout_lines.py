@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.config.load import load_config
 from megatron_lite.errors import ConfigError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan import layout_lines
 from megatron_lite.training.initialize import backend_of
@@ -15,8 +15,15 @@ from megatron_lite.training.state import TrainState
 
 
 def lines(monkeypatch, grid: Grid, hosts: list[str], *overrides: str) -> list[str]:
-    """The lines of a run on these hosts, one for each rank."""
-    monkeypatch.setattr(layout_lines, "all_gather_objects", lambda own, group: hosts)
+    """The lines on the first rank of a run on these hosts, one for each rank."""
+    in_tp = [len({hosts[rank] for rank in ranks}) == 1 for ranks in grid.groups("tp")]
+
+    def same(own: object, group: Group) -> bool:
+        return in_tp[0] if group.name == "tp" else len(set(in_tp)) == 1
+
+    monkeypatch.setattr(layout_lines, "same", same)
+    # Thousands of ranks must not send their names where no group spans machines.
+    monkeypatch.setattr(layout_lines, "gather_objects", None if all(in_tp) else lambda own, group: hosts)
     config = load_config(None, list(overrides))
     run = SimpleNamespace(config=config, ctx=ParallelContext.at(grid, 0), state=TrainState())
     return list(layout_lines.slow_layout_lines(run))  # type: ignore[arg-type]
@@ -54,9 +61,10 @@ def test_groups_within_machines_are_not_named(monkeypatch):
 def test_nccl_needs_a_gpu():
     """torch's own error does not name the setting."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert [backend_of("auto", device) for device in (cpu, gpu)] == ["gloo", "cpu:gloo,cuda:nccl"]
-    assert [backend_of(name, gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
+    assert [backend_of("auto", device, 64) for device in (cpu, gpu)] == ["gloo", "cpu:gloo,cuda:nccl"]
+    assert [backend_of("auto", device, 65) for device in (cpu, gpu)] == ["gloo", "nccl"]
+    assert [backend_of(name, gpu, 8) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(
         ConfigError, match=r"run\.backend is nccl, which needs GPUs, and this rank is on the cpu; use auto"
     ):
-        backend_of("nccl", cpu)
+        backend_of("nccl", cpu, 8)
