@@ -53,18 +53,16 @@ def count(world_size: int) -> dict[str, Any]:
     with scratch() as old, scratch() as new, scratch() as first:
         for folder in (old, new, first):
             one_rank.write_corpus(folder)
-        drive(first, 0, 8, [], {})  # Python imports what a start needs
-        drive(old, 0, 1, [], {}, **{"train.exit_iteration": 1})  # a checkpoint that every layout can load
+        drive(first, 0, 8, {}, {})  # Python imports what a start needs
+        drive(old, 0, 1, {}, {}, **{"train.exit_iteration": 1})  # a checkpoint that every layout can load
         single = old / "run" / "checkpoints" / "iter_0000001" / "layout.json"
         found["layout bytes of one process"] = single.stat().st_size
-        tapes: dict[Path, tuple[list[Any], dict[str, bytes]]] = {old: ([], {}), new: ([], {})}
+        tapes: dict[Path, tuple[Any, dict[str, bytes]]] = {old: ({}, {}), new: ({}, {})}
         for kind, (rank, _) in driven.items():
             parts = found["kinds"][kind]
             for folder, iterations in ((new, SAVED), (old, 1)):
                 tape, kept = tapes[folder]
-                counts = drive(
-                    folder, rank, world_size, tape, kept if rank == 0 else dict(kept), iterations=iterations
-                ).of
+                counts = drive(folder, rank, world_size, tape, kept, iterations=iterations).of
                 if folder == old:
                     parts["resume"] = dict(counts["start"])
                     continue
@@ -85,10 +83,15 @@ def connects_at_first_use() -> bool:
 
 
 def layout_sizes(root: Path) -> dict[str, int]:
-    """The bytes of layout.json, and of its entries for the files of rank 0; those of other ranks are not in it."""
+    """The bytes of layout.json, and of its entries for tensors and files of rank 0; other ranks' files are not in it."""
     (path,) = root.glob("iter_*/layout.json")
     content = json.loads(path.read_bytes())
-    return {"layout bytes": path.stat().st_size, "file entries bytes": len(json.dumps(content.get("files", {})))}
+    return {
+        "layout version": content["version"],
+        "layout bytes": path.stat().st_size,
+        "tensor entries bytes": len(json.dumps(content["tensors"])),
+        "file entries bytes": len(json.dumps(content["files"])),
+    }
 
 
 @contextlib.contextmanager

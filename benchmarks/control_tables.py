@@ -65,7 +65,11 @@ def costs(data: Mapping[int, Mapping[str, Any]], world: int, numbers: Mapping[st
     found["collectives over the world"] = first["collectives over the world"]
     found["requests of a rank to the store"] = requests
     found["requests of all ranks"] = all_requests
-    layouts = data[world]["layout bytes"] + (world - 1) * data[world]["file entries bytes"]
+    layouts = data[world]["layout bytes"]
+    if data[world].get("layout version", 2) == 2:
+        layouts += (world - 1) * data[world]["file entries bytes"]
+    else:  # one rank of each stage describes its tensors, and rank 0 has those of the first
+        layouts += ((8 if world > 8 else 2) - 1) * data[world]["tensor entries bytes"]
     found["bytes to rank 0"] = first["bytes to rank 0"] + total("bytes to the store")
     found["bytes from rank 0's store"] = total("bytes from the store")
     found["files written"] = total("files written")

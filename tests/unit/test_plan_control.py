@@ -42,7 +42,7 @@ def counted(one_rank, tmp_path_factory) -> dict[int, dict[str, Counter[str]]]:
         folder = tmp_path_factory.mktemp(f"world_{world}")
         one_rank.write_corpus(folder)
         iterations = one_rank.SAVED if world == 512 else one_rank.LOGGED
-        found[world] = dict(one_rank.drive(folder, 0, world, [], {}, iterations=iterations).of)
+        found[world] = dict(one_rank.drive(folder, 0, world, {}, {}, iterations=iterations).of)
     return found
 
 
@@ -66,7 +66,7 @@ def test_a_rank_connects_as_many_groups_in_a_large_job_as_in_a_small_one(one_ran
         grid = Grid(tp=8, dp=world // 8 // pp, pp=pp)
         for stage in (0, 1, pp - 1):
             counts = one_rank.Counts()
-            with one_rank.fake_world(counts, grid.rank(pp=stage), world, [], {}):
+            with one_rank.fake_world(counts, grid.rank(pp=stage), world, {}, {}):
                 ctx = ParallelContext.create(grid, torch.device("cpu"), 10.0, ranks_per_host=8)
                 connect(ctx, wraps=schedule == "interleaved", timeout_seconds=10.0)
             found[world, stage] = counts.of["start"]["calls of new_group"]
