@@ -39,12 +39,12 @@ PATIENCE_SECONDS = 180.0  # for a launcher to resume training after a kill
 
 def trainer(shape: dict[str, int], watched: bool) -> Callable[[], float]:
     """A step as in the training loop, with or without fault detection."""
+    from megatron_lite.observers.stragglers import Stragglers
+    from megatron_lite.observers.watchdog import Watchdog
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.state import due
     from megatron_lite.training.step import train_step
-    from megatron_lite.training.stragglers import Stragglers
-    from megatron_lite.training.watchdog import Watchdog
 
     if not watched:
         for module in ("parallel.collectives.communicating", "parallel.waiting.communicating"):
@@ -70,14 +70,14 @@ def trainer(shape: dict[str, int], watched: bool) -> Callable[[], float]:
 
 def parts(shape: dict[str, int]) -> Callable[[], float]:
     """A step that measures each part of fault detection alone; the first rank prints the milliseconds."""
+    from megatron_lite.observers.stragglers import Stragglers
+    from megatron_lite.observers.watchdog import Watchdog
     from megatron_lite.parallel.context import Group
     from megatron_lite.parallel.waiting import communicating, current_wait
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.replicas import check_replicas_equal
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.step import train_step
-    from megatron_lite.training.stragglers import Stragglers
-    from megatron_lite.training.watchdog import Watchdog
 
     config = gpt_config(shape)
     ctx, rng = initialize_megatron(config)

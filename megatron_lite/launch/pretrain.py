@@ -11,6 +11,8 @@ from megatron_lite.evaluation.statistics import comparison_lines
 from megatron_lite.launch.environment import set_environment
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
+from megatron_lite.observers.stragglers import Stragglers
+from megatron_lite.observers.watchdog import watchdog
 from megatron_lite.optim import lr
 from megatron_lite.plan.data_lines import data_lines
 from megatron_lite.plan.forecast import Forecast
@@ -64,6 +66,7 @@ def pretrain(
         valid_forward_step=valid_forward_step or forward_step,
         learning_rate=learning_rate,
         after_step=after_step,
+        observers=(watchdog, Stragglers),
         convert_weights=_convert_weights,
         keep_tokenizer=cache(keep),  # the files are read and compared once
         tasks=task_results,

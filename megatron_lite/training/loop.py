@@ -3,10 +3,9 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.loader import PrefetchingLoader
@@ -16,12 +15,10 @@ from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import Evaluation, build_loader
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.logs import RunLog, is_printed
-from megatron_lite.training.run import Run
+from megatron_lite.training.run import Observer, Run
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
 from megatron_lite.training.step import local_batches, train_step
-from megatron_lite.training.stragglers import Stragglers
 from megatron_lite.training.timers import PhaseTime
-from megatron_lite.training.watchdog import Watchdog
 
 COLLECTION_INTERVAL = 50  # iterations between two collections of young garbage, the same ones on every rank
 TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
@@ -33,16 +30,11 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
     Raise StoppedEarly after a stop request and a save, TrainingError for bad values or lost ranks.
     """
     config = run.config
-    iterate = Iterations(run, log)
-    watchdog = Watchdog(
-        run.progress,
-        Path(config.run.dir),
-        rank=run.ctx.rank,
-        world_size=run.ctx.grid.world_size,
-        hang_timeout=config.train.hang_timeout,
-        per_host=run.ctx.host.size,
-    )
-    with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run), garbage_collected_by_hand():
+    with ExitStack() as during:
+        iterate = Iterations(run, log, [during.enter_context(observer(run)) for observer in run.hooks.observers])
+        batches = during.enter_context(build_loader(run, train_set, eod))
+        during.enter_context(errors_with_place(run))
+        during.enter_context(garbage_collected_by_hand())
         evaluation.evaluate_if_due()  # an evaluation that a stop request interrupted
         while run.state.iteration < config.train.iterations:
             iterate(batches)
@@ -77,16 +69,15 @@ def reason_to_stop(run: Run) -> str:
 
 
 class Iterations:
-    """A call trains on one global batch, logs it, and checks for bad values and stragglers."""
+    """A call trains on one global batch, logs it, and checks for bad values."""
 
-    def __init__(self, run: Run, log: RunLog) -> None:
-        self._run, self._log = run, log
+    def __init__(self, run: Run, log: RunLog, observers: Sequence[Observer]) -> None:
+        self._run, self._log, self._observers = run, log, observers
         self._first = run.state.iteration + 1
         self._traced = 0
         self._traced_step = run.hooks.traced_step if run.config.log.trace else None
         if self._traced_step is not None:
             self._traced = min(run.state.iteration + TRACED_ITERATION, run.config.train.iterations)
-        self._stragglers = Stragglers(run)
 
     def __call__(self, batches: PrefetchingLoader) -> None:
         run, log, config = self._run, self._log, self._run.config
@@ -98,19 +89,21 @@ class Iterations:
         count = num_microbatches(config.train, dp, state.consumed_samples)
         with run.progress.during("data"):
             portion = local_batches(batches.get(state.consumed_samples, count), run.ctx.cp)
-        is_compared = due(number, config.log.interval) and run.ctx.world.size > 1 and number != self._traced
         if self._traced_step is not None and number == self._traced:
             report = self._traced_step(run, portion, log.say)
         else:
-            with self._stragglers.measured() if is_compared else nullcontext():
+            with ExitStack() as during:
+                for observer in self._observers:
+                    during.enter_context(observer.during_step(number))
                 report = train_step(run, portion)
         tokens = sum(batch.tokens.numel() for batch in portion) * dp * run.ctx.cp.size
         report = replace(report, tokens=tokens, seconds=time.perf_counter() - started)
         log.iteration(state, report, samples, report.seconds, self._times(number))
         if number == self._first and (line := run.hooks.memory_line(run)):  # all long-lived memory is allocated by now
             log.say(line)
-        if is_compared and (line := self._stragglers.line()):
-            log.say(line)
+        for observer in self._observers:
+            if line := observer.after_step():
+                log.say(line)
         answer_bad_values(run, report, log.say)
         if run.hooks.after_step is not None:
             run.hooks.after_step(run, report)

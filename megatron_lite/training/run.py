@@ -1,6 +1,7 @@
 """The parts of a training run on one rank."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +49,24 @@ class Run:
     scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: dict(BUILT_IN_STEPS))
 
 
+class Observer:
+    """A context around the training of a run, which it watches. The defaults do nothing."""
+
+    def __enter__(self) -> "Observer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def during_step(self, number: int) -> AbstractContextManager[object]:
+        """A context around the step of an iteration, except the traced one."""
+        return nullcontext()
+
+    def after_step(self) -> str:
+        """A line to print after an iteration, mostly empty. Collective over the world."""
+        return ""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """Functions of a script, and of packages that training cannot import, which a run calls.
@@ -59,6 +78,7 @@ class Hooks:
     valid_forward_step: ForwardStep = next_token_loss  # of evaluations
     learning_rate: "LearningRate" = learning_rate
     after_step: "AfterStep | None" = None
+    observers: tuple[Callable[[Run], Observer], ...] = ()
     convert_weights: "ConvertWeights | None" = None
     keep_tokenizer: "KeepTokenizer" = lambda spec, run_dir: spec
     tasks: "Tasks | None" = None  # for `train.tasks`

@@ -24,7 +24,7 @@ CORE = [
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [
     {"mpu", "named_functions", "targets", "tokenizer_files"},
-    {"engines", "stored_data"},
+    {"engines", "observers", "stored_data"},
     {"plan"},
     {"convert", "preprocess", "generate"},
     {"evaluation"},

@@ -18,13 +18,13 @@ from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.files import MARKER
 from megatron_lite.launch.reports import _redirect_output
+from megatron_lite.observers.watchdog import LINE_BYTES, Watchdog
 from megatron_lite.parallel.context import solo
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from megatron_lite.tokenizer_files import keep
 from megatron_lite.training.metrics import MetricsFile, check_run_dir, write_errors
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.watchdog import LINE_BYTES, Watchdog
 from tests.helpers.command import run_here
 from tests.helpers.huggingface import gpt2
 

@@ -7,7 +7,7 @@ compares itself with the others, and reports if it is late.
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from megatron_lite.parallel.agreement import gather_objects, same
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.waiting import record_waits
-from megatron_lite.training.run import Run
+from megatron_lite.training.run import Observer, Run
+from megatron_lite.training.state import due
 from megatron_lite.training.timeline import Timeline
 
 # A straggler exceeds the median of the others by this factor, and by these seconds.
@@ -23,13 +24,22 @@ LONGER, SECONDS = 1.5, 0.02
 IN_A_ROW = 3  # measurements; two happen by chance on a busy machine
 
 
-class Stragglers:
+class Stragglers(Observer):
     """The measurements; a rank that is slow in `IN_A_ROW` of them is a straggler."""
 
     def __init__(self, run: Run):
         self._run = run
+        self._is_measured = False
         self._work = 0.0  # seconds of computation on this rank
         self._late = 0  # measurements in a row in which this rank was slow
+
+    def during_step(self, number: int) -> AbstractContextManager[object]:
+        self._is_measured = due(number, self._run.config.log.interval) and self._run.ctx.world.size > 1
+        return self.measured() if self._is_measured else nullcontext()
+
+    def after_step(self) -> str:
+        is_measured, self._is_measured = self._is_measured, False
+        return self.line() if is_measured else ""
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron_lite.training.flight_recorder import ranks_behind
+from megatron_lite.observers.flight_recorder import ranks_behind
 from tests.helpers.command import ROOT, environment
 
 OPERATION = ["nccl:all_reduce", "[[16, 4]]", "scheduled"]
@@ -32,7 +32,7 @@ import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.watchdog import Watchdog
+from megatron_lite.observers.watchdog import Watchdog
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)

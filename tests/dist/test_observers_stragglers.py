@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.observers.stragglers import Stragglers
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training.stragglers import Stragglers
 
 
 def lines_of(seconds_by_step: list[list[float]], pp: int, tp: int) -> list[str]:

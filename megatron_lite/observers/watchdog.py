@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lite.files import not_through_links, open_file
+from megatron_lite.observers.flight_recorder import last_operations, ranks_behind
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.text import parse_json
-from megatron_lite.training.flight_recorder import last_operations, ranks_behind
 from megatron_lite.training.progress import Progress
+from megatron_lite.training.run import Observer, Run
 
 STDERR = 2  # in a notebook, sys.stderr has no number
 SLOWEST_HEARTBEAT = 5.0  # seconds
@@ -35,7 +36,19 @@ LINE_BYTES = 8192  # a hanging rank's has about 150 bytes for each process group
 STACKS_BYTES = 1 << 20  # of a rank, after the lines; faulthandler writes at most 100 threads of 100 frames
 
 
-class Watchdog:
+def watchdog(run: Run) -> "Watchdog":
+    """The watchdog of a run."""
+    return Watchdog(
+        run.progress,
+        Path(run.config.run.dir),
+        rank=run.ctx.rank,
+        world_size=run.ctx.grid.world_size,
+        hang_timeout=run.config.train.hang_timeout,
+        per_host=run.ctx.host.size,
+    )
+
+
+class Watchdog(Observer):
     """A context in which `progress` is watched; with a `hang_timeout` of 0 there is only the heartbeat. A machine has
     `per_host` adjacent ranks; 1 where that is not known."""
 

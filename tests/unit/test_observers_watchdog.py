@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.observers.watchdog import LINE_BYTES, Watchdog
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.watchdog import LINE_BYTES, Watchdog
 from tests.helpers import warm
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
@@ -30,7 +30,7 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import waiting
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.watchdog import Watchdog
+from megatron_lite.observers.watchdog import Watchdog
 
 folder, rank, hang_timeout, what = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 (folder / f"started_{rank}").touch()
@@ -278,7 +278,7 @@ def test_a_long_heartbeat_stays_within_its_line(tmp_path, monkeypatch):
     first, second = beating(tmp_path, 0, 4), beating(tmp_path, 1, 4)
     second._beat("training", 1.0)
     operations = {f"group {number}": [7, "all_reduce", "[[1]]", "started"] for number in range(500)}
-    monkeypatch.setattr("megatron_lite.training.watchdog.last_operations", lambda: operations)
+    monkeypatch.setattr("megatron_lite.observers.watchdog.last_operations", lambda: operations)
     first._beat("hangs", 1.0)
     assert [(beat["rank"], beat["operations"]) for beat in first._beats()] == [(0, {}), (1, {})]
 
