@@ -83,7 +83,7 @@ def connects_at_first_use() -> bool:
 
 
 def layout_sizes(root: Path) -> dict[str, int]:
-    """The bytes of layout.json, and of its entries for tensors and files of rank 0; other ranks' files are not in it."""
+    """The bytes of layout.json, and of its entries for tensors and files."""
     (path,) = root.glob("iter_*/layout.json")
     content = json.loads(path.read_bytes())
     return {
@@ -123,8 +123,9 @@ def compare(before: Path | None, sizes: Sequence[int], cache: Path | None) -> st
     from control_tables import tables
 
     found: dict[str, dict[int, Any]] = {"before": {}, "after": {}}
-    for which, tree in (("before", before), ("after", ROOT)):
-        for size in sizes if tree else ():
+    for which, tree in {"before": before, "after": ROOT}.items():
+        for size in sizes if tree is not None else ():
+            assert tree is not None
             kept = cache / f"{which}_{size}.json" if cache else None
             if kept is not None and kept.exists():
                 found[which][size] = json.loads(kept.read_text())
@@ -140,13 +141,13 @@ def compare_real(before: Path | None, sizes: Sequence[int], rounds: int) -> str:
     """The table of real ranks; the trees take turns."""
     from control_tables import real_table
 
-    trees = {"before": before, "after": ROOT}
-    measured: dict[str, dict[int, list[Any]]] = {which: {} for which, tree in trees.items() if tree}
+    trees = {"before": before, "after": ROOT} if before else {"after": ROOT}
+    measured: dict[str, dict[int, list[Any]]] = {which: {} for which in trees}
     for _ in range(rounds):
         for size in sizes:
-            for which in measured:
+            for which, tree in trees.items():
                 print(f"starting {size} ranks, {which}", file=sys.stderr, flush=True)
-                measured[which].setdefault(size, []).append(in_tree(trees[which] or ROOT, "--one-real", str(size)))
+                measured[which].setdefault(size, []).append(in_tree(tree, "--one-real", str(size)))
     return real_table(measured)
 
 
@@ -161,6 +162,7 @@ def put(page: Path, name: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="also 4,096 and 16,384 ranks")
+    parser.add_argument("--units", action="store_true", help="measure the unit costs of this machine instead")
     parser.add_argument("--before", type=Path, metavar="TREE", help="another checkout to compare with")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep counts here, and use those that are here")
     parser.add_argument("--real", type=int, nargs="+", default=[], metavar="RANKS", help="start real ranks instead")
@@ -170,7 +172,11 @@ def main() -> None:
     parser.add_argument("--one-real", type=int, metavar="RANKS", help="real ranks of one tree, for --out")
     parser.add_argument("--out", type=Path, help="file for the JSON of --count and --one-real")
     options = parser.parse_args()
-    if options.count:
+    if options.units:
+        import unit_costs
+
+        print("\n".join(unit_costs.lines()))
+    elif options.count:
         options.out.write_text(json.dumps(count(options.count)))
     elif options.one_real:
         import real_ranks

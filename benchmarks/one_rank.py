@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RANKS_PER_HOST = 8
@@ -84,7 +85,7 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-class CountingStore(dist.Store):
+class CountingStore(Store):
     """A store in memory that counts requests, in a world whose other ranks have answered already.
 
     `kept` has the keys that rank 0 has set, for ranks that run after it. A key that another rank would set has this
@@ -109,11 +110,11 @@ class CountingStore(dist.Store):
         self._count(received=len(self._kept[key]))
         return self._kept[key]
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         self._count()
         if key.endswith(" arrived"):  # the last rank to arrive sets this key
             self._kept[key.removesuffix("arrived") + "done"] = b""
-        number = int(self._kept.get(key, b"0")) + amount
+        number = int(self._kept.get(key, b"0")) + value
         self._kept[key] = str(number).encode()
         return number
 

@@ -46,18 +46,18 @@ def requests_seconds(count: int, world_size: int) -> float:
     return max(count * REQUEST_SECONDS, count * world_size / SERVED_PER_SECOND) if world_size > 1 else 0.0
 
 
-def groups_of(grid: Grid, *, gathers: bool) -> list[tuple[int, ...]]:
+def groups_of(grid: Grid, ranks_per_machine: int, *, gathers: bool) -> list[tuple[int, ...]]:
     """The groups of several ranks that rank 0 joins: each once, a second one of a pipeline for its pipes, and, if an
     optimizer `gathers` weights, a second one of its ranks."""
-    ctx = ParallelContext.at(grid, 0)
-    groups = (value for value in vars(ctx).values() if isinstance(value, Group))
-    found = [*dict.fromkeys(group.ranks for group in groups), ctx.pp.ranks]
+    ctx, host = ParallelContext.at(grid, 0), tuple(range(min(ranks_per_machine, grid.world_size)))
+    groups = (value.ranks for value in vars(ctx).values() if isinstance(value, Group))
+    found = [*dict.fromkeys((host, *groups)), ctx.pp.ranks]
     return [ranks for ranks in (*found, *([ctx.dp_cp.ranks] if gathers else [])) if len(ranks) > 1]
 
 
-def start(grid: Grid, *, gathers: bool) -> Event:
+def start(grid: Grid, ranks_per_machine: int, *, gathers: bool) -> Event:
     """Processes until the first step; without the data's index files, which an earlier start has written."""
-    groups = groups_of(grid, gathers=gathers)
+    groups = groups_of(grid, ranks_per_machine, gathers=gathers)
     # A ring has two neighbours; a tree as many as its depth.
     connections = sum(2 + ceil(log2(len(ranks))) for ranks in groups)
     requests = REQUESTS_OF_A_START + len(groups) * REQUESTS_OF_A_GROUP + 2 * connections
@@ -81,10 +81,10 @@ def save(grid: Grid, size: float, machines: int) -> Event:
     return Event({"storage": storage_seconds(size, machines), "store": requests}, size)
 
 
-def resume(grid: Grid, size: float, machines: int, link: float, *, gathers: bool) -> Event:
-    """A start from a checkpoint of so many bytes. One rank reads each of them; the others with equal values get them
+def resume(started: Event, grid: Grid, size: float, machines: int, link: float) -> Event:
+    """A start, from a checkpoint of so many bytes. One rank reads each of them; the others with equal values get them
     over a link of so many bytes/s."""
-    parts = dict(start(grid, gathers=gathers).parts)
+    parts = dict(started.parts)
     parts["store"] += requests_seconds(REQUESTS_OF_A_RESUME, grid.world_size)
     parts["storage"] = storage_seconds(size, machines)
     if grid.dp * grid.cp > 1:
@@ -94,13 +94,13 @@ def resume(grid: Grid, size: float, machines: int, link: float, *, gathers: bool
 
 def events(plan: Plan) -> dict[str, Event]:
     """The start, the save and the resume of a plan."""
-    grid, size = plan.grid, plan.checkpoint_bytes
-    machines = ceil(grid.world_size / plan.machines.ranks_per_machine)
-    link, gathers = plan.machines.rate(grid.group(0, "cp", "dp")), plan.config.optim.distributed
+    grid, size, per_machine = plan.grid, plan.checkpoint_bytes, plan.machines.ranks_per_machine
+    machines, link = ceil(grid.world_size / per_machine), plan.machines.rate(grid.group(0, "cp", "dp"))
+    started = start(grid, per_machine, gathers=plan.config.optim.distributed)
     return {
-        "start": start(grid, gathers=gathers),
+        "start": started,
         "save": save(grid, size, machines),
-        "resume": resume(grid, size, machines, link, gathers=gathers),
+        "resume": resume(started, grid, size, machines, link),
     }
 
 

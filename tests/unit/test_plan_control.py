@@ -6,7 +6,9 @@ The real code of a rank runs in torch's fake process group (`benchmarks/one_rank
 import re
 import sys
 from collections import Counter
+from importlib import import_module
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +28,8 @@ PHASES = {"start": "start", "iteration 2": "step", "iteration 3": "log", "save 5
 
 @pytest.fixture(scope="module")
 def one_rank() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import one_rank
-    finally:
-        sys.path.pop(0)
-    return one_rank
+    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
+        return import_module("one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def test_a_start_a_step_and_a_save_make_few_calls(counted):
 def test_the_plan_counts_the_groups_that_a_rank_joins(one_rank, counted):
     """A plan would predict the start of another program."""
     grid = Grid(tp=8, dp=8, pp=8)
-    assert len(control.groups_of(grid, gathers=True)) == counted[512]["start"]["groups joined"]
+    assert len(control.groups_of(grid, 8, gathers=True)) == counted[512]["start"]["groups joined"]
 
 
 def test_a_save_and_a_resume_move_the_bytes_of_the_checkpoint_at_the_speed_of_the_storage():
@@ -106,11 +104,11 @@ def test_a_save_and_a_resume_move_the_bytes_of_the_checkpoint_at_the_speed_of_th
     one, two = (control.save(grid, size, machines=64) for size in (1e12, 2e12))
     assert two.seconds - one.seconds == pytest.approx(1e12 / control.STORAGE)
     assert control.save(grid, 1e12, machines=1).parts["storage"] == pytest.approx(1e12 / control.STORAGE_OF_A_MACHINE)
-    resumed = control.resume(grid, 1e12, machines=64, link=1e10, gathers=True)
+    resumed = control.resume(control.start(grid, 8, gathers=True), grid, 1e12, machines=64, link=1e10)
     assert resumed.parts["storage"] == one.parts["storage"]
     assert resumed.parts["broadcast"] == pytest.approx(1e12 / 64 / 1e10)
     assert resumed.bytes == one.bytes == 1e12
 
 
 def test_one_process_asks_no_store():
-    assert control.start(Grid(), gathers=True).seconds == control.PROCESS_SECONDS
+    assert control.start(Grid(), 1, gathers=True).seconds == control.PROCESS_SECONDS
