@@ -21,8 +21,7 @@ from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.contents import Contents, rng_of_host
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.agreement import gather_objects, on_all
-from megatron_lite.parallel.collectives import reduce_on_host
+from megatron_lite.parallel.agreement import gather_objects, on_all, same
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.waiting import ignore_this_thread
 
@@ -134,9 +133,8 @@ class Saver:
         self._waited_seconds = time.perf_counter() - started
 
     def _any_failed(self) -> bool:
-        """Whether the last save in the background failed on any rank. Communicates: a number over the world."""
-        failed, world = float(self._failed), self._ctx.world
-        return reduce_on_host(failed, world, "the success of the last save", device=self._ctx.device, op="max") > 0
+        """Whether the last save in the background failed on any rank. Communicates: a hash over the world."""
+        return not same(self._failed, self._ctx.world) or self._failed
 
     @property
     def is_copying(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import tokenizer_files
+from megatron_lite.architectures.special_tokens import PAD
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.match import MODEL_TYPE, TOKEN_IDS
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, regular_file
@@ -30,7 +31,6 @@ from megatron_lite.convert.huggingface_files import (
     read_json,
 )
 from megatron_lite.convert.recipe import BLOCK, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
-from megatron_lite.data.special_tokens import PAD
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.files import read_file

@@ -1,10 +1,16 @@
 """The kind of samples that a model is trained on, by its architecture."""
 
+from importlib import import_module
+
 from megatron_lite.config.schema import Config
-from megatron_lite.data.corrupted import CorruptedSamples
-from megatron_lite.data.masked import MaskedSamples
 from megatron_lite.data.text_dataset import SampleMaker
 from megatron_lite.data.tokenizer import Tokenizer
+
+# The modules outside of the core that make samples from texts, by `model.architecture`; they have `samples`.
+SAMPLES = {
+    "encoder": "megatron_lite.architectures.masked",
+    "encoder_decoder": "megatron_lite.architectures.corrupted",
+}
 
 
 def sample_maker(config: Config, tokenizer: Tokenizer | None) -> SampleMaker | None:
@@ -12,6 +18,5 @@ def sample_maker(config: Config, tokenizer: Tokenizer | None) -> SampleMaker | N
 
     Raises ConfigError for a tokenizer without the special tokens.
     """
-    if config.model.architecture == "decoder":
-        return None
-    return (MaskedSamples if config.model.architecture == "encoder" else CorruptedSamples)(config, tokenizer)
+    module = SAMPLES.get(config.model.architecture)
+    return import_module(module).samples(config, tokenizer) if module else None

@@ -23,7 +23,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel, Params
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal
+from megatron_lite.engines.deepspeed_ranges import Range, find_ranges
 from megatron_lite.engines.deepspeed_settings import check_support, settings
 from megatron_lite.engines.gradients import check_gradients
 from megatron_lite.engines.interfaces import use_loopback
@@ -131,25 +132,6 @@ class DeepSpeed:
         return engine
 
 
-class _Range(NamedTuple):
-    """This rank's range of a parameter, and its place in DeepSpeed's flat fp32 tensor."""
-
-    flat: Tensor
-    offset: int
-    start: int  # in the flattened parameter
-    numel: int
-    chunk: int  # and shift: see LocalShard
-    shift: int
-
-    def of(self, flat: Tensor) -> LocalShard:
-        """The same range of a tensor laid out like `flat`; shares its memory."""
-        return self.holds(flat.detach().narrow(0, self.offset, self.numel))
-
-    def holds(self, values: Tensor) -> LocalShard:
-        """The range with these values."""
-        return LocalShard(values, self.start, "sharded", self.chunk, self.shift)
-
-
 class DeepSpeedOptimizer(DataParallel, Optimizer):
     """AdamW inside DeepSpeed's engine, for a model of one chunk. Gradients exist inside the engine only."""
 
@@ -181,7 +163,8 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         elif self._stage:
             self._flat = [flat for group in self._adam.param_groups for flat in group["params"]]
         self._check_weights_are_in_memory()
-        self._ranges = dict(self._find_ranges())
+        number = self._ctx.dp_cp.rank
+        self._ranges = dict(find_ranges(params, self._stage, self._flat, self._engine.optimizer, number))
         for flat in self._flat or params.values():
             with self._in_memory(flat):
                 allocate_moments(self._adam, [flat])
@@ -201,22 +184,6 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
                 "on the disk, where checkpoints cannot read them; use deepspeed.offload_param: cpu, or more ranks"
             )
 
-    def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
-        """This rank's ranges by name, without parameters of which it has none."""
-        zero: Any = self._engine.optimizer
-        for name, parameter in self._params.items():
-            if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                flat = self._flat[mapping.param_group_index]  # the equal partition of this rank
-                shift = self._ctx.dp_cp.rank * flat.numel() + high.start - low.start
-                yield name, _Range(flat, high.start, low.start, low.numel, flat.numel(), shift)
-            elif self._stage == 3:
-                group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
-                start = share * self._ctx.dp_cp.rank
-                numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
-                if numel > 0:  # otherwise all padding
-                    yield name, _Range(self._flat[group], offset, start, numel, share, 0)
-
     @contextmanager
     def _in_memory(self, flat: Tensor) -> Iterator[None]:
         """Inside, this flat tensor and its moments are in memory, also where DeepSpeed keeps them on a disk."""
@@ -229,7 +196,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         yield
         zero._optimizer_states_and_gradient_swap_out(number)
 
-    def _ranges_in_memory(self) -> Iterator[tuple[str, _Range]]:
+    def _ranges_in_memory(self) -> Iterator[tuple[str, Range]]:
         """This rank's ranges by name; each is in memory until the next one is asked for."""
         for flat in self._flat:
             with self._in_memory(flat):
@@ -316,7 +283,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             for name, part in self._ranges_in_memory()
         }
 
-    def _live(self, part: _Range) -> dict[str, LocalShard]:
+    def _live(self, part: Range) -> dict[str, LocalShard]:
         live = {moment: part.of(self._adam.state[part.flat][moment]) for moment in MOMENTS}
         return live if self._precision == "fp32" else live | {"master": part.of(part.flat)}
 

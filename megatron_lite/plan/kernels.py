@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
         frame = sys._getframe(1)
-        where = "" if node is None else _line_of_forward(node)
+        where = "" if node is None else "".join(node.metadata.get("traceback_", []))  # see `on_gpu`
         if not where or is_recomputed(frame):
             where = package_line(frame)
         phase, is_backward = self.progress.phase, node is not None
@@ -232,9 +232,8 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
     return moved
 
 
-def _line_of_forward(node: Any) -> str:
-    """The line that created a node of the graph, as `on_gpu` lets anomaly detection note it."""
-    return "".join(node.metadata.get("traceback_", []))
+def _without_softcap(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *tensors, mask, scale, softcap: function(*tensors, mask=mask, scale=scale, softcap=0.0)
 
 
 @contextmanager
@@ -264,14 +263,8 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _FusedRMSNorm.apply(recorder, x, weight)  # type: ignore[return-value]
 
-    def line_for_node() -> list[str]:
-        return [package_line(sys._getframe(1))]  # torch's text of all frames takes a millisecond for each node
-
-    def without_softcap(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *tensors, mask, scale, softcap: function(*tensors, mask=mask, scale=scale, softcap=0.0)
-
     implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
-    parts = dict.fromkeys(set(PARTS) - {"math"}, Part(*map(without_softcap, PARTS["sdpa"])))
+    parts = dict.fromkeys(set(PARTS) - {"math"}, Part(*map(_without_softcap, PARTS["sdpa"])))
     graph = torch.autograd.set_detect_anomaly(lines, check_nan=False)  # nodes know their forward's lines
 
     def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
@@ -283,7 +276,8 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
         total.detach()  # an operation by which `LiveBytes` sees the memory of the total
 
     replaced = (
-        patch.object(fx_traceback, "format_stack", line_for_node),
+        # Torch's text of all frames takes a millisecond for each node.
+        patch.object(fx_traceback, "format_stack", lambda: [package_line(sys._getframe(1))]),
         patch.object(weight_grads, "product_into", product_into),
         patch.object(linear, "product_into", product_into),
         patch.object(fused, "launch", launch),

@@ -90,7 +90,7 @@ MEMBERS = [
     Member("optim/mixed_precision.py", "torch", "_foreach_mul_"),
     Member("optim/mixed_precision.py", "torch", "_foreach_copy_"),
     Member("engines/deepspeed.py", "torch", "_foreach_mul_"),
-    Member("engines/deepspeed.py", "deepspeed.utils.mixed_precision_linkage", "_hp_mapping"),
+    Member("engines/deepspeed_ranges.py", "deepspeed.utils.mixed_precision_linkage", "_hp_mapping"),
     Member(
         "engines/deepspeed.py",
         "deepspeed.runtime.zero.partition_parameters:Init",

@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron_lite.architectures.corrupted import CorruptedSamples, random_segments
+from megatron_lite.architectures.masked import MaskedSamples
 from megatron_lite.config.load import load_config
 from megatron_lite.config.spans import lengths_of, longest_text, num_noise_tokens
 from megatron_lite.convert.huggingface import start_of
-from megatron_lite.data.corrupted import CorruptedSamples, random_segments
-from megatron_lite.data.masked import MaskedSamples
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.tokenizer import BytesTokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError

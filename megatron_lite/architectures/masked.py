@@ -8,8 +8,8 @@ arXiv 1909.11942, section 3.1, and Megatron-LM, megatron/legacy/data/bert_datase
 
 import numpy as np
 
+from megatron_lite.architectures.special_tokens import CLS, MASK, PAD, SEP, SpecialTokens
 from megatron_lite.config.schema import Config
-from megatron_lite.data.special_tokens import CLS, MASK, PAD, SEP, SpecialTokens
 from megatron_lite.data.text_dataset import Sample
 from megatron_lite.data.tokenizer import Tokenizer
 
@@ -70,3 +70,6 @@ def padded(tokens: np.ndarray, length: int, value: int) -> np.ndarray:
     result = np.full(length, value, dtype=np.int64)
     result[: len(tokens)] = tokens
     return result
+
+
+samples = MaskedSamples

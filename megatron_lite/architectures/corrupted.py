@@ -13,10 +13,10 @@ code.
 
 import numpy as np
 
+from megatron_lite.architectures.masked import padded
+from megatron_lite.architectures.special_tokens import PAD, SpecialTokens
 from megatron_lite.config.schema import Config
 from megatron_lite.config.spans import num_noise_tokens
-from megatron_lite.data.masked import padded
-from megatron_lite.data.special_tokens import PAD, SpecialTokens
 from megatron_lite.data.text_dataset import Sample
 from megatron_lite.data.tokenizer import Tokenizer
 
@@ -67,3 +67,6 @@ def random_segments(num_items: int, num_segments: int, random: np.random.RandomS
     likely."""
     borders = np.sort(random.permutation(num_items - 1)[: num_segments - 1]) + 1
     return np.diff(np.concatenate(([0], borders, [num_items]))).tolist()
+
+
+samples = CorruptedSamples
