@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from megatron_lite.plan import control
 from megatron_lite.plan.communication import Operation
 from megatron_lite.plan.estimate import Plan, Traffic
 from megatron_lite.plan.links import tensor_bytes
@@ -31,7 +32,7 @@ class Budget:
 
 
 def summary(plan: Plan, budget: Budget) -> list[str]:
-    """Lines with layout, memory, time and cost."""
+    """Lines with layout, memory, time and cost, and the time of a start, a save and a resume."""
     speed, ranks = plan.tokens_per_second, plan.grid.world_size
     return [
         f"layout        {layout_line(plan)}",
@@ -42,6 +43,7 @@ def summary(plan: Plan, budget: Budget) -> list[str]:
         f"recomputed FLOPs {plan.hfu:.3f}",
         f"training      {training_line(plan, budget)}",
         f"checkpoint    {size_text(plan.checkpoint_bytes)} with the optimizer",
+        *control.lines(plan),
     ]
 
 
@@ -186,6 +188,7 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
         "bubble": plan.bubble,
         "step_seconds": plan.step_seconds,
         "step_parts_seconds": step_parts(plan),
+        **{f"{name}_seconds": event.seconds for name, event in control.events(plan).items()},
         "tokens_per_step": plan.tokens,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,

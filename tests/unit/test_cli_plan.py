@@ -91,11 +91,14 @@ def test_a_plan_prints_layout_memory_time_and_communication(folder):
     assert re.match(r"speed +[\d,]+ tokens/s, [\d,]+ on each GPU; MFU 0\.000, with recomputed FLOPs 0\.000", lines[4])
     assert re.match(r"training +1e\+09 tokens take \S+ days, \d+ dollars; [\d.e+]+ tokens for each parameter", lines[5])
     assert lines[6] == "checkpoint    367.1 kB with the optimizer"
-    assert lines[8].split() == ["GB", "ranks", "0", "to", "1", "ranks", "2", "to", "3"]
+    assert re.fullmatch(r"start +\S+ s: processes \S+ s, connections .*, store .*", lines[7])
+    assert re.fullmatch(r"save +\S+ m?s; 367.1 kB: .*", lines[8])
+    assert re.fullmatch(r"resume +\S+ s; 367.1 kB: processes .*", lines[9])
+    assert lines[11].split() == ["GB", "ranks", "0", "to", "1", "ranks", "2", "to", "3"]
     kinds = ["parameters", "gradients", "optimizer", "activations", "temporary", "messages", "reserved", "together"]
-    assert [line.split()[0] for line in lines[9:17]] == kinds
-    assert lines[18] == "communication of ranks 0 to 1 in a step:"
-    rows = [line.split() for line in lines[20:]]
+    assert [line.split()[0] for line in lines[12:20]] == kinds
+    assert lines[21] == "communication of ranks 0 to 1 in a step:"
+    rows = [line.split() for line in lines[23:]]
     assert [row[:4] for row in rows] == [["dp_cp", "2", "all_reduce", "2"], ["embd", "2", "all_reduce", "1"]]
     assert all((ROOT / "megatron_lite" / row[-1].partition(":")[0]).exists() for row in rows)
 
