@@ -42,7 +42,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs if torch sees any, else CPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Library of the collectives; `auto` takes NCCL for tensors on GPUs and Gloo for others, on GPUs up to 64 ranks."""
+    """Library of the collectives; `auto` takes NCCL for tensors on GPUs and Gloo for others, on GPUs up to 32 ranks."""
 
     @property
     def exit_code_file(self) -> str:

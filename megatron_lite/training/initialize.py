@@ -44,7 +44,7 @@ from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
 from megatron_lite.training.provider import check_not_loading
 
-MOST_GLOO_RANKS = 64  # Gloo connects each of them with every other one
+MOST_GLOO_RANKS = 32  # Gloo connects each of them with every other one
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGE = Path(__file__).resolve().parents[1]
 # Paths, which may differ between machines.
