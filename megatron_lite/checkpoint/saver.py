@@ -22,9 +22,9 @@ from megatron_lite.checkpoint.contents import Contents, rng_of_host
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.agreement import gather_objects, on_all
-from megatron_lite.parallel.collectives import reduce_on_host
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.waiting import ignore_this_thread
+from megatron_lite.parallel.waiting import ignore_this_thread, read
 
 Say = Callable[[str], None]
 
@@ -93,9 +93,9 @@ class Saver:
         """
         self.wait(say)
         contents = replace(contents, rng=rng_of_host(contents.rng, self._ctx))
-        what, device = "the success of the last save", self._ctx.device
-        last, world = float(self._in_background and self._failed), self._ctx.world
-        failed = self._in_background and reduce_on_host(last, world, what, device=device, op="max") > 0
+        world, own = self._ctx.world, float(self._in_background and self._failed)
+        last = torch.tensor([own], device=self._ctx.device)
+        failed = self._in_background and any(read(all_reduce(last, world, "max"), "all_reduce", world))
         started = time.perf_counter()
         self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
