@@ -93,7 +93,7 @@ class Benchmark:
         self.folder, self.root = folder, folder / "ours"
         self.contents = contents_of(self.state)
         self.options = {"table": self.table, "state": {}, "config": {}, "origin": {}, "keep": 1}
-        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
+        self.saver = Saver(self.ctx, in_background=True)
         self.iteration = 0
         self.factor, self.product = torch.randn(2, 2048, 2048)
 
