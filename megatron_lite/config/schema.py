@@ -177,7 +177,7 @@ class TrainConfig(Section):
     debug: bool = False
     """Check after every step that the copies of the tied embedding are equal to the bit."""
     comm_timeout: Annotated[PositiveFloat, MOST_SECONDS] = 600.0
-    """Seconds that a collective or a message between stages may take, and without a heartbeat of a rank that works while
+    """Seconds that a collective or a message between stages may take, and without a heartbeat of a rank that works as
     others wait."""
     hang_timeout: Annotated[NonNegativeFloat, MOST_SECONDS] = 300.0
     """Seconds without progress after which all ranks report their stacks and exit; 0: no limit. It must be longer than
