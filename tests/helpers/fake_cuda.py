@@ -146,6 +146,9 @@ def in_a_new_process(folder: Path) -> dict[str, Report]:
     return {name: Report(**fields) for name, fields in json.loads((folder / "reports.json").read_text()).items()}
 
 
+STATE = torch.Generator("cpu").get_state()
+
+
 class FakeCuda(fake_tensor.FakeTensorMode):
     """FakeTensorMode that fills a report. Mixed operations continue on the GPU; reads on the host return zeros."""
 
@@ -348,6 +351,7 @@ def on_fake_gpu(mode: FakeCuda) -> Iterator[None]:
     cuda |= {"current_stream": _Ordering, "get_rng_state": state, "set_rng_state": nothing}
     replaced = [
         patch.multiple(torch.cuda, **cuda),
+        patch.object(init, "_state_of", lambda *tile: STATE),  # a fake tensor has no words to replace
         patch.multiple(torch, get_rng_state=state, set_rng_state=nothing),  # the CPU's generator has no fake state
         patch.object(fake_tensor, "init_gpu_context", nothing),  # allocates on the GPU
         patch.object(Tensor, "record_stream", nothing),

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+from safetensors.torch import load_file
 
 from megatron_lite.data.blended import Splits
+from megatron_lite.observers.stragglers import Stragglers
+from megatron_lite.observers.watchdog import watchdog
 from megatron_lite.training.pretrain import pretrain
-from megatron_lite.training.run import Run
+from megatron_lite.training.run import Hooks, Run
 from tests.helpers.tiny import sample, tiny_config
 
 
@@ -32,7 +35,8 @@ def counting_splits(run: Run) -> Splits:
 
 def train_to_end(folder: Path, model: str, *, hint=None, **changes) -> None:
     """Train `model` in `folder` until its last iteration; a run that has checkpoints there resumes."""
-    pretrain(tiny_config(model, run__dir=str(folder), **changes), datasets_provider=counting_splits, hint=hint)
+    config = tiny_config(model, run__dir=str(folder), **changes)
+    pretrain(config, datasets_provider=counting_splits, hooks=Hooks(observers=(watchdog, Stragglers)), hint=hint)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -43,5 +47,12 @@ def rows(folder: Path) -> list[dict]:
 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:
-    """The content of every safetensors file under `folder`, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    """The content of every safetensors file under `folder`, by relative path. Random generators are in one entry each:
+    their files depend on the machines."""
+    found = {}
+    for path in folder.rglob("*.safetensors"):
+        if path.name.startswith("rng_host_"):
+            found |= {f"rng {key}": state.numpy().tobytes() for key, state in load_file(path).items()}
+        else:
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found

@@ -183,7 +183,7 @@ def test_where_nothing_fits_more_gpus_are_named(folder):
 
 def test_saves_in_the_background_do_not_change_a_plan(folder):
     """They need no process group of their own, which one process could not connect."""
-    assert printed(folder, "checkpoint.async_save=true") == printed(folder)
+    assert printed(folder, *TWO, "checkpoint.async_save=true") == printed(folder, *TWO)
 
 
 def test_a_page_is_written_beside_the_tables(folder):

@@ -61,8 +61,8 @@ def test_groups_within_machines_are_not_named(monkeypatch):
 def test_nccl_needs_a_gpu():
     """torch's own error does not name the setting."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert [backend_of("auto", device, 64) for device in (cpu, gpu)] == ["gloo", "cpu:gloo,cuda:nccl"]
-    assert [backend_of("auto", device, 65) for device in (cpu, gpu)] == ["gloo", "nccl"]
+    assert [backend_of("auto", device, 32) for device in (cpu, gpu)] == ["gloo", "cpu:gloo,cuda:nccl"]
+    assert [backend_of("auto", device, 33) for device in (cpu, gpu)] == ["gloo", "nccl"]
     assert [backend_of(name, gpu, 8) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(
         ConfigError, match=r"run\.backend is nccl, which needs GPUs, and this rank is on the cpu; use auto"
