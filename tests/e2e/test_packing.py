@@ -19,12 +19,12 @@ PACKED = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_lo
 
 
 def trained(folder, corpus, monkeypatch, **data):
-    """The metrics of two steps on `corpus` and the batches that they read."""
+    """The metrics of six steps on `corpus` and the batches that they read."""
     batches, train_step = [], loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda run, batch: batches.extend(batch) or train_step(run, batch))
     folder.mkdir()
     sizes = {"data": {"seq_length": 1024, **data}, "model": {"max_position_embeddings": 1024}}
-    config = tiny_yaml(folder, corpus, train={"iterations": 2, "eval_iterations": 0}, **sizes)
+    config = tiny_yaml(folder, corpus, train={"iterations": 6, "eval_iterations": 0}, **sizes)
     done = run_here("pretrain", "--config", str(config), cwd=folder)
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr(loop, "train_step", train_step)
