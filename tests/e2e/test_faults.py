@@ -65,6 +65,7 @@ def check_faults(folder: Path, kinds: list[str], seed: int, size: int, **changes
         "train__iterations": iteration + 2,
         "train__hang_timeout": HANG_SECONDS,
         "faults__check_replicas": 1,
+        "optim__distributed": "true",  # so that every rank writes files
         "optim__schedule": "constant",
         "model__hidden_dropout": 0.1,
         "checkpoint__interval": 2,
