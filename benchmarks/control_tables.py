@@ -10,7 +10,7 @@ from megatron_lite.plan.control import CONNECTION_SECONDS, REQUEST_SECONDS, SERV
 METADATA_PER_SECOND = 50_000  # operations that a parallel file system serves; assumed
 LINK = 10e9  # bytes/s of rank 0's machine; assumed
 COLLECTIVE_SECONDS = 2e-5  # for each doubling of the ranks; assumed
-MESH_RANKS = 64  # up to here Gloo connects all pairs of ranks
+MESH_RANKS = 32  # up to here Gloo connects all pairs of ranks
 LISTENER = 4  # descriptors of a Gloo group without its connections; measured
 EVENTS = {
     "start": "A start",
