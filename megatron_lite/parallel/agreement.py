@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
@@ -117,7 +118,7 @@ def gather_objects(value: T, group: Group) -> list[T]:
 def _on_device(content: bytes, group: Group) -> Tensor:
     """Bytes on the device that the group's collectives need."""
     device = "cpu" if "cpu:" in dist.get_backend_config(group.pg) else "cuda"
-    return torch.tensor(bytearray(content), dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).to(device)
 
 
 def unpack(pickled: bytes) -> Any:

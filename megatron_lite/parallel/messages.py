@@ -75,8 +75,9 @@ class Exchange:
     def all_left(self) -> bool:
         """Return once all ranks have left their message: True if one of them is a problem."""
         any_problem = self._awaited(self._missing) != b""
-        while self._keys and not self._keys[0].startswith(f"{self._number} "):
-            self._store.delete_key(self._keys.pop(0))  # all ranks have come from that exchange, so none will read it
+        with waiting.communicating(self._what, self._group):
+            while self._keys and not self._keys[0].startswith(f"{self._number} "):
+                self._store.delete_key(self._keys.pop(0))  # all ranks are past that exchange, so none will read it
         return any_problem
 
     def publish(self, message: bytes) -> None:
@@ -135,10 +136,11 @@ class Exchange:
         waiting.ignore_this_thread()
         store, done, since = None, work_done(worker), time.monotonic()
         while not ended.wait(limits.period):
-            now, before, done = time.monotonic(), done, work_done(worker)
-            if done != before:
+            now = time.monotonic()
+            if work_done(worker) != done:
                 since = now
                 waiting.note_progress(of_training=trains)
+                done = work_done(worker)  # with this note, which is not progress of the work
             if not limits.hang or now - since < limits.hang:
                 store = store or self._store.clone()  # the worker may wait in the other connection
                 store.add(f"{self._number} heartbeats", 1)

@@ -66,6 +66,10 @@ def wait_for_lost_work(lose: Callable[[], object], call: str) -> float:
 
 
 def hang() -> None:
+    """Work for a moment, as a conversion that then waits for a disk."""
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass
     time.sleep(4)
 
 

@@ -1,4 +1,4 @@
-"""The rules of slices in layout.json: exact, small at any number of ranks, and bounded whoever wrote them."""
+"""The rules of slices in layout.json: exact, small at any number of ranks, and bounded in the files of others too."""
 
 import runpy
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_rule_outside_of_the_grid_or_of_the_files_is_an_error(rule, message):
 
 
 def test_a_rule_has_at_most_as_many_slices_as_there_are_files():
-    """Its first and last file may be named by whoever wrote it."""
+    """The author of layout.json may have named its first and last file."""
     ends = {f"mp_rank_00/model_dp_{at:03d}.safetensors": FileInfo(bytes=9, header_crc32="0" * 8) for at in (0, 10**9)}
     layout = layout_with({"pp": 0, "tp": (0, 1), "chunk": 9}, (90,), dp=1 << 39)
     rule = Rule(pp=0, tp=(0, 1), chunk=1)
