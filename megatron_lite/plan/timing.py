@@ -9,6 +9,7 @@ nothing overlaps: Gloo needs the cores.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_lite.plan.communication import Communicator, Operation, Wait
 from megatron_lite.plan.kernels import Kernel
@@ -28,8 +29,16 @@ class Played:
     in_flight: float = 0.0  # the end of the last operation, if nothing waits for it
 
 
-def play(events: Iterable[Event], machines: Machines) -> Played:
-    """The time of these events on one rank, if its peers are always ready."""
+class TimeOfEvent(NamedTuple):
+    """The start and end of a kernel or an operation of communication."""
+
+    event: Kernel | Operation
+    start: float
+    end: float
+
+
+def play(events: Iterable[Event], machines: Machines, spans: list[TimeOfEvent] | None = None) -> Played:
+    """The time of these events on one rank, if its peers are always ready. `spans` gets the time of each event."""
     device = machines.device
     played = Played()
     ends: dict[Communicator, list[float]] = defaultdict(list)
@@ -39,10 +48,14 @@ def play(events: Iterable[Event], machines: Machines) -> Played:
             needed = device.kernel_time(event) if isinstance(device, MeasuredDevice) else seconds(event, device)
             played.seconds += needed
             played.compute += needed
+            if spans is not None:
+                spans.append(TimeOfEvent(event, played.seconds - needed, played.seconds))
         elif isinstance(event, Operation):
             before = ends[event.communicator][-1] if ends[event.communicator] else 0.0
             end = max(played.seconds, before) + machines.seconds(event)
             ends[event.communicator].append(end)
+            if spans is not None:
+                spans.append(TimeOfEvent(event, max(played.seconds, before), end))
             played.in_flight = max(played.in_flight, end)
             groups[event.communicator] = event.group
             if isinstance(device, MeasuredDevice):
