@@ -51,7 +51,7 @@ class TransformerModel(nn.Module):
     def _run(self, inputs: tuple[Any, ...], mask: Mask, *position_ids: Tensor | None) -> Any:
         """`_forward(*inputs)` of the subclass; `inputs[0]` are the tokens [b, s]. With `train.recompute: stage`
         backward calls it again. Raises DataError for a mask of another batch and for positions that are too large."""
-        mask.check_batch(len(inputs[0]))
+        mask.check_batch(inputs[0].shape[0])
         for given in position_ids:
             if given is not None:
                 check_positions(given, self.config.max_position_embeddings)
