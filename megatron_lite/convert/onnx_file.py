@@ -91,6 +91,8 @@ def _check_model(model: ModelConfig) -> None:
     problem = ""
     if model.architecture != "decoder":
         problem = f"model.architecture is {model.architecture}, and only a decoder is written"
+    elif model.num_tokentypes:
+        problem = f"model.num_tokentypes is {model.num_tokentypes}, and its input is tokens alone"
     elif model.rotary_scaling in ("dynamic", "longrope"):
         problem = f"model.rotary_scaling is {model.rotary_scaling}, whose angles depend on the length of a text"
     if problem:

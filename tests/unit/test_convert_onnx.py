@@ -64,6 +64,7 @@ def test_onnxruntime_computes_the_logits_of_the_model(tmp_path, name):
     [
         ({"architecture": "encoder"}, "model.architecture is encoder"),
         ({"architecture": "encoder_decoder", "position": "relative"}, "model.architecture is encoder_decoder"),
+        ({"num_tokentypes": 2}, "model.num_tokentypes is 2"),
         (LLAMA | {"rotary_scaling": "dynamic", "rotary_scaling_factor": 2.0}, "model.rotary_scaling is dynamic"),
     ],
 )
