@@ -129,7 +129,7 @@ class StageModel:
         options, model = self._options | options, self.config.model
         if model.architecture == "decoder" and model.num_tokentypes and options.get("token_types") is None:
             raise TrainingError(
-                f"model.num_tokentypes is {model.num_tokentypes}, and a batch has no `token_types`; give it in the samples"
+                f"model.num_tokentypes is {model.num_tokentypes}, and a batch has no `token_types`; give it in samples"
             )
         output = self._stage(*inputs, **options)
         if not self._is_last:

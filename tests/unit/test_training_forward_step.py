@@ -121,7 +121,7 @@ def test_a_decoder_with_token_types_needs_them_in_a_batch_or_a_call():
         return StageModel(Stage(), None, options, is_last=True, config=config, ctx=None)  # type: ignore[arg-type]
 
     with pytest.raises(
-        TrainingError, match="num_tokentypes is 2, and a batch has no `token_types`; give it in the sam"
+        TrainingError, match="num_tokentypes is 2, and a batch has no `token_types`; give it in samples"
     ):
         model()(BATCH.tokens)
     model(token_types=BATCH.tokens)(BATCH.tokens)
