@@ -11,7 +11,6 @@ from tests.helpers.model_runs import context, random_tokens, tiny
 MODELS = {
     "gpt": {},
     "window": {"window_size": 5, "attention": "math", "norm": "rmsnorm", "position": "rotary", "num_query_groups": 2},
-    "codegeex": {"activation": "quick_gelu", "top_query_layer": True},
 }
 
 
