@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 SOURCES = "megatron-lite, huggingface, megatron, torch_dist or codegeex"
-TARGETS = "megatron-lite, huggingface, megatron, torch_dist, codegeex or gguf"
+TARGETS = "megatron-lite, huggingface, megatron, torch_dist, codegeex, gguf or onnx"
 
 
 def convert(
@@ -39,7 +39,8 @@ def convert(
         typer.Option(
             "--verify",
             help="Compare all weights and the logits of both models; write DST only if they agree. Optimizer state is "
-            "not compared. For huggingface the logits come from transformers.",
+            "not compared. For huggingface the logits come from transformers, for onnx from onnxruntime, which "
+            "compares logits alone.",
         ),
     ] = False,
 ) -> None:

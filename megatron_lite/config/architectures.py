@@ -9,7 +9,7 @@ SHORTEST = 8  # tokens of a sample: special ones, and a few of a text
 # The fields that only some architectures have.
 FIELDS_OF_ARCHITECTURE = {
     "num_encoder_layers": ("encoder_decoder",),
-    "num_tokentypes": ("encoder",),
+    "num_tokentypes": ("decoder", "encoder"),
     "binary_head": ("encoder",),
     "top_query_layer": ("decoder",),
     "window_size": ("decoder", "encoder"),

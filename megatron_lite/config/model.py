@@ -115,7 +115,7 @@ class ModelConfig(Section):
     relative_max_distance: PositiveInt = 128
     """Distance in tokens from which on all relative positions have one bias."""
     num_tokentypes: NonNegativeInt = 0
-    """Token types of an `encoder`, such as BERT's first and second segment; 0: none."""
+    """Token types, such as BERT's first and second segment; a decoder's are `token_types` of custom data. 0: none."""
     binary_head: bool = False
     """BERT's second loss, of an `encoder`: whether two segments of a document are in their order."""
     bias: Bias = True

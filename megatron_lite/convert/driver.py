@@ -28,6 +28,7 @@ from megatron_lite.convert import (
     huggingface,
     megatron,
     native,
+    onnx_file,
     torch_dist,
     verify,
 )
@@ -48,12 +49,14 @@ FOREIGN: dict[str, Format] = {
     "torch_dist": torch_dist,
     "codegeex": codegeex,
     "gguf": gguf_file,
+    "onnx": onnx_file,
 }
 # In the order in which they are tried.
 FORMATS: dict[str, Readable] = {NATIVE: native, **FOREIGN}
 DTYPES = {name: PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}
 TOKENIZER = "data.tokenizer"  # a field that the user can give for a checkpoint in any format
-WITH_TOKENIZER = (NATIVE, "huggingface", "gguf")  # formats that hold a tokenizer
+WITH_TOKENIZER = (NATIVE, "huggingface", "gguf", "onnx")  # formats that hold a tokenizer
+LENGTHS_OF_ONNX = {1: 17, 3: 64}  # verified sequences -> tokens of each: the graph takes any
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 
 
@@ -81,6 +84,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
             raise ConfigError(f"the format {given!r} is unknown; use one of {', '.join(FORMATS)}")
     if request.dtype and request.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {request.dtype!r}; use one of {', '.join(DTYPES)}")
+    if request.target_format == "onnx" and request.dtype not in ("", "fp32"):
+        raise ConfigError(f"--dtype is {request.dtype}, and onnx is written in fp32; leave it out")
     if request.verify and request.target_format == "gguf":
         raise ConfigError("--verify cannot read gguf again; leave it out, or verify a conversion to huggingface")
     settings = _settings(request)
@@ -97,8 +102,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
                 f"{request.source}: is the custom model {provider}, which {request.target_format} cannot hold; use "
                 f"--to {NATIVE}"
             )
-        if request.dtype:
-            checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
+        if dtype := "fp32" if request.target_format == "onnx" else request.dtype:
+            checkpoint = in_dtype(checkpoint, DTYPES[dtype])
         if spec := settings.get("data", {}).get("tokenizer", ""):
             checkpoint = replace(checkpoint, tokenizer=files_of(spec), tokenizer_spec=spec)
         written = _write(request, source_format, checkpoint, settings, folder, target, report)
@@ -319,6 +324,8 @@ def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder
         if from_theirs
         else verify.ours(checkpoint)
     )
+    if request.target_format == "onnx":
+        return verify.check_logits(before, onnx_file.logits_of(folder), checkpoint, LENGTHS_OF_ONNX)
     # The format does not store it.
     overrides = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
     target = FORMATS[request.target_format].read(folder, overrides)

@@ -98,9 +98,10 @@ HANDLED_BY_MEGATRON = {
 def check_fields(model: ModelConfig, target_format: str) -> None:
     """Raise CheckpointError for a value, other than the default, of a field that the format does not handle.
 
-    Hugging Face's format, from which GGUF is made, reads what it writes again, and compares every field.
+    Hugging Face's format, from which GGUF is made, reads what it writes again, and compares every field. ONNX is traced
+    from our model.
     """
-    if target_format in ("huggingface", "gguf"):
+    if target_format in ("huggingface", "gguf", "onnx"):
         return
     handled = HANDLED_FIELDS | (HANDLED_BY_MEGATRON if target_format in ("megatron", "torch_dist") else set())
     unhandled = [

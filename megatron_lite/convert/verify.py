@@ -5,7 +5,7 @@ into our model. Unlike in conversion, full models are in memory. Weights that a 
 sides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.text import listed
 
-SEQUENCES, LENGTH = 2, 64
+LENGTHS = {2: 64}  # sequences -> tokens of each
 TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
 # The class of transformers by architecture, and whether it has a binary head.
@@ -35,16 +35,21 @@ Logits = Callable[[Tensor], Tensor]
 """Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without the vocabulary's padding."""
 
 
-def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint) -> str:
+def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint, lengths: Mapping[int, int] = LENGTHS) -> str:
     """A line with the largest difference of logits; CheckpointError if rounding does not explain it."""
-    length = min(LENGTH, checkpoint.model.max_position_embeddings)
-    generator = torch.Generator().manual_seed(1234)
-    tokens = torch.randint(checkpoint.model.vocab_size, (SEQUENCES, length), generator=generator)
-    with torch.no_grad():
-        before, after = (side(tokens)[..., : checkpoint.model.vocab_size] for side in (source, target))
-    difference, scale = (after - before).abs().max().item(), before.abs().max().item()
+    model, generator = checkpoint.model, torch.Generator().manual_seed(1234)
+    shapes = [(count, min(length, model.max_position_embeddings)) for count, length in lengths.items()]
+    before, after = [], []
+    for shape in shapes:
+        tokens = torch.randint(model.vocab_size, shape, generator=generator)
+        with torch.no_grad():
+            for side, found in ((source, before), (target, after)):
+                found.append(side(tokens)[..., : model.vocab_size].flatten())
+    expected = torch.cat(before)
+    difference, scale = (torch.cat(after) - expected).abs().max().item(), expected.abs().max().item()
     allowed = TOLERANCE * scale
-    result = f"logits of {SEQUENCES} x {length} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
+    compared = " and ".join(f"{count} x {length}" for count, length in shapes)
+    result = f"logits of {compared} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
     if not difference <= allowed:  # also true for nan
         raise CheckpointError(
             f"{result}, and at most {allowed:.3g} is rounding; the target was removed. Please report this, with the "

@@ -111,7 +111,7 @@ class ParallelAttention(nn.Module):
         else:
             query = self.linear_q(query_input)[0].expand(-1, b, -1)  # [q', 1, h] serves the full batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
-        query, key, value = (y.view(len(y), b, -1, self.head_dim) for y in (query, key, value))
+        query, key, value = (y.view(y.shape[0], b, -1, self.head_dim) for y in (query, key, value))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:

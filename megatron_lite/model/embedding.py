@@ -38,22 +38,24 @@ class TokenTypeTable(nn.Module):
 
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
-        self.options = options
+        self.options, self.count = options, config.num_tokentypes
         shape = (config.num_tokentypes, config.hidden_size)
         meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=options.sequence_parallel)
         self.weight = allocate(meta, 1, dtype=options.dtype, device=options.device)
 
     def forward(self, token_types: Tensor) -> Tensor:
         """The vectors of this rank's slice of the types `[b, s]`, `[s', b, h]`."""
+        check_ids("token types", token_types, "num_tokentypes", self.count)
         return F.embedding(self.options.sequence_slice(token_types.t()), self.weight)
 
 
-def check_positions(position_ids: Tensor, limit: int) -> None:
-    """Raise DataError for a position outside 0..limit-1. On a GPU torch's lookup checks; a comparison would wait."""
-    if position_ids.device.type == "cpu" and not 0 <= position_ids.min() <= position_ids.max() < limit:
+def check_ids(kind: str, ids: Tensor, field: str, limit: int) -> None:
+    """Raise DataError for an id outside 0..limit-1. On a GPU torch's lookup checks; a comparison would wait."""
+    has_values = ids.device.type == "cpu" and not torch.compiler.is_exporting()
+    if has_values and not 0 <= ids.min() <= ids.max() < limit:
         raise DataError(
-            f"position ids are {int(position_ids.min())} to {int(position_ids.max())}; model.max_position_embeddings "
-            f"({limit}) allows 0 to {limit - 1}; correct the data, or raise that setting"
+            f"{kind} are {int(ids.min())} to {int(ids.max())}; model.{field} ({limit}) allows 0 to {limit - 1}; "
+            "correct the data, or raise that setting"
         )
 
 
@@ -89,6 +91,8 @@ class Embedding(nn.Module):
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(torch.zeros_like(tokens) if token_types is None else token_types)
+        elif token_types is not None:
+            raise DataError("a batch has token types, and model.num_tokentypes is 0; set it, or leave them out")
         if self.layernorm is not None:
             x = self.layernorm(x)
         x = x.to(self.stream_dtype)

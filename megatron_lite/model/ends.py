@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.embedding import Embedding, check_positions
+from megatron_lite.model.embedding import Embedding, check_ids
 from megatron_lite.model.masks import Mask
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.kept_memory import KeptMemory
@@ -51,10 +51,10 @@ class TransformerModel(nn.Module):
     def _run(self, inputs: tuple[Any, ...], mask: Mask, *position_ids: Tensor | None) -> Any:
         """`_forward(*inputs)` of the subclass; `inputs[0]` are the tokens [b, s]. With `train.recompute: stage`
         backward calls it again. Raises DataError for a mask of another batch and for positions that are too large."""
-        mask.check_batch(len(inputs[0]))
+        mask.check_batch(inputs[0].shape[0])
         for given in position_ids:
             if given is not None:
-                check_positions(given, self.config.max_position_embeddings)
+                check_ids("position ids", given, "max_position_embeddings", self.config.max_position_embeddings)
         if self.options.recompute_stage:
             return recompute(self._forward, *inputs, rng=self.options.rng)
         return self._forward(*inputs)

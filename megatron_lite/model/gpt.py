@@ -42,6 +42,7 @@ class GPTModel(TransformerModel):
         *,
         position_ids: Tensor | None = None,
         mask: Mask = CAUSAL,
+        token_types: Tensor | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
         """The output of this stage: loss, logits or hidden state.
@@ -51,6 +52,7 @@ class GPTModel(TransformerModel):
             hidden        [s', b, h]   the previous stage's output, if this one has no embedding
             position_ids  [b, s]       or [1, s]; None: 0..s-1
             mask          the keys of the full sequence that a query sees; the window of a block narrows it
+            token_types   [b, s]       0..num_tokentypes-1; None: zeros
             last          [b]          only the logits of this token of each row are computed; None: of all
             returns       [s, b]       loss in fp32 nats, with labels on the last stage
                           [s, b, v/tp] logits, without labels on the last stage; [1, b, v/tp] with `last`
@@ -63,7 +65,7 @@ class GPTModel(TransformerModel):
         and three of [s, b] for the loss; in backward two for each block and one for the head. Over cp, keys and values
         of each block (`context_attention`).
         """
-        return self._run((tokens, labels, hidden, position_ids, mask, last), mask, position_ids)
+        return self._run((tokens, labels, hidden, position_ids, mask, token_types, last), mask, position_ids)
 
     def _forward(
         self,
@@ -72,9 +74,10 @@ class GPTModel(TransformerModel):
         hidden: Tensor | None,
         position_ids: Tensor | None,
         mask: Mask,
+        token_types: Tensor | None,
         last: Tensor | None,
     ) -> Tensor:
-        x = hidden if self.embedding is None else self.embedding(tokens, position_ids)
+        x = hidden if self.embedding is None else self.embedding(tokens, position_ids, token_types)
         assert x is not None, "a stage without the embedding needs the previous stage's output"
         top_queries = None
         if self.top_query_embeddings is not None:

@@ -132,7 +132,7 @@ class Mask:
             keys = self.keys.to(device)
             first, end = (torch.searchsorted(keys, x.contiguous(), out_int32=True) for x in (first, end))
         end = end.clamp(max=num_keys)
-        rows = max(len(first), len(end))
+        rows = max(first.shape[0], end.shape[0])
         return KeyRanges(first.expand(rows, -1).contiguous(), end.expand(rows, -1).contiguous())
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -156,6 +156,8 @@ class Mask:
 
     def cached(self, name: str, key: tuple[object, ...], compute: Callable[[], Cached]) -> Cached:
         """The result of `compute`, which follows from this mask and `key`. The newest result of each name is kept."""
+        if torch.compiler.is_exporting():  # its tensors have no values
+            return compute()
         if name not in self._cache or self._cache[name][0] != key:
             self._cache[name] = (key, compute())
         return self._cache[name][1]

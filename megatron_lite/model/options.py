@@ -48,7 +48,7 @@ class LayerOptions:
 
     def sequence_slice(self, x: Tensor) -> Tensor:
         """This rank's `[s', ...]` of x `[s, ...]`."""
-        return x.chunk(self.sequence.size)[self.sequence.rank]
+        return x.chunk(self.sequence.size)[self.sequence.rank] if self.sequence_parallel else x
 
     def dropout_stream(self, dropout: float) -> AbstractContextManager[None]:
         """A context for dropout between tensor-parallel regions: ranks with different tokens drop different units."""

@@ -65,7 +65,8 @@ class RotaryTable:
             positions, factor = torch.arange(length, dtype=torch.float64, device=place), self.attention_factor
             angles = torch.outer(positions, self.frequencies(extent).to(place))[:, None, None, :]
             table = ((angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype))
-            self._tables[device, dtype] = table
+            if not torch.compiler.is_exporting():  # whose tensors have no values
+                self._tables[device, dtype] = table
         return table[0][:length], table[1][:length]
 
     def frequencies(self, extent: int) -> Tensor:

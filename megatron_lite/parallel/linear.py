@@ -130,7 +130,8 @@ def column_parallel_linear(
 def _column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, *, is_tied: bool
 ) -> Tensor:
-    if tp.size == 1 and not hasattr(weight, "add_grad") and not hasattr(weight, "output_memory"):
+    is_plain = not hasattr(weight, "add_grad") and not hasattr(weight, "output_memory")
+    if tp.size == 1 and (is_plain or torch.compiler.is_exporting()):
         return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, is_tied)  # type: ignore[return-value]
 

@@ -88,7 +88,8 @@ def empty_batch(config: Config, device: torch.device = META) -> Batch:
     if config.model.architecture != "encoder_decoder":
         order = torch.zeros(shape[0], dtype=torch.int64, device=device) if config.model.binary_head else None
         mask = torch.ones(shape, device=device)
-        return Batch(tokens, labels, mask, exchanged=order, num_targets=float(shape[0] * shape[1]))
+        types = tokens if config.model.num_tokentypes else None
+        return Batch(tokens, labels, mask, token_types=types, exchanged=order, num_targets=float(tokens.numel()))
     labels = torch.zeros(shape[0], config.data.decoder_length, dtype=torch.int64, device=device)
     return Batch(tokens, labels, torch.ones(labels.shape, device=device), decoder_tokens=labels)
 

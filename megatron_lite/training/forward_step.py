@@ -126,7 +126,12 @@ class StageModel:
             )
         self._is_called = True
         inputs = (tokens, labels) if self._hidden is None else (tokens, labels, self._hidden)
-        output = self._stage(*inputs, **self._options | options)
+        options, model = self._options | options, self.config.model
+        if model.architecture == "decoder" and model.num_tokentypes and options.get("token_types") is None:
+            raise TrainingError(
+                f"model.num_tokentypes is {model.num_tokentypes}, and a batch has no `token_types`; give it in samples"
+            )
+        output = self._stage(*inputs, **options)
         if not self._is_last:
             raise _StageOutput(output)
         return output

@@ -7,7 +7,7 @@ from tests.helpers.command import ROOT, environment, tiny_yaml
 from tests.helpers.limits import PATIENCE
 
 ABSENT = ["deepspeed", "matplotlib", "sentencepiece", "tensorboard", "tokenizers", "transformers", "triton", "zlib_ng"]
-ABSENT += ["zstandard"]
+ABSENT += ["onnx", "onnxruntime", "onnxscript", "zstandard"]
 COMMANDS = """
 import sys
 from importlib.machinery import PathFinder

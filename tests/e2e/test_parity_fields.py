@@ -24,6 +24,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual": "parallel",
             "tie_embeddings": "false",
             "head_bias": "true",
+            "num_tokentypes": 3,
         },
     ),
     "gemma": (

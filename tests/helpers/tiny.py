@@ -152,7 +152,10 @@ def next_microbatches(run: Run) -> list[Batch]:
             batches.append(packed(numbers, pairs, config))
             continue
         tokens = torch.stack([tokens for tokens, _ in pairs])
-        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs]))
+        if types := config.model.num_tokentypes:
+            batch = batch._replace(token_types=batch.tokens % types)
+        batches.append(batch)
     return [batch.map(lambda x: x.to(run.ctx.device)) for batch in local_batches(batches, run.ctx.cp)]
 
 

@@ -18,7 +18,7 @@ BERT = ["model.architecture=encoder", "model.vocab_size=100", "data.seq_length=6
 T5 = ["model.architecture=encoder_decoder", "model.vocab_size=100", "data.seq_length=64"]
 NO_DROPOUT = "model.attention_dropout=0"
 RULES = [
-    (1, ["model.num_tokentypes=2"], "model.num_tokentypes needs model.architecture: encoder; model.architecture is"),
+    (1, [*T5, "model.num_tokentypes=2"], "model.num_tokentypes needs model.architecture: decoder or encoder; model."),
     (
         1,
         ["model.binary_head=true"],

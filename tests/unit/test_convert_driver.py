@@ -109,8 +109,12 @@ def test_an_existing_target_is_never_overwritten(source, tmp_path, there):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"source_format": "onnx"}, ConfigError, "the format 'onnx' is unknown; use one of megatron-lite, huggingface"),
-        ({"target_format": "onnx"}, ConfigError, "the format 'onnx' is unknown"),
+        (
+            {"source_format": "coreml"},
+            ConfigError,
+            "the format 'coreml' is unknown; use one of megatron-lite,",
+        ),
+        ({"target_format": "coreml"}, ConfigError, "the format 'coreml' is unknown"),
         ({"dtype": "int8"}, ConfigError, "--dtype is 'int8'; use one of fp32, bf16, fp16"),
         ({"source_format": "megatron-lite"}, CheckpointError, "looks like huggingface, but --from is megatron-lite"),
         (

@@ -134,3 +134,20 @@ def test_a_position_outside_the_table_is_an_error(kind, position):
     message = rf"position ids are {min(0, position)} to {max(0, position)}; model.max_position_embeddings \(24\) allows"
     with pytest.raises(DataError, match=message):
         model(tokens, position_ids=torch.tensor([[0, position]]))
+
+
+def test_a_decoder_adds_the_vector_of_each_tokens_type():
+    """A type that got lost, or that earlier tokens see, would train another model."""
+    config, model = build(num_tokentypes=3, hidden_dropout=0.0)
+    tokens = random_tokens(config, batch=2, length=LENGTH)[0]
+    types = torch.zeros_like(tokens)
+    with torch.no_grad():
+        plain = model(tokens)
+        assert torch.equal(model(tokens, token_types=types), plain)
+        types[1, 5:] = 2
+        changed = (model(tokens, token_types=types) != plain).any(-1).t()  # [b, s]
+    assert not changed[0].any() and not changed[1, :5].any() and changed[1, 5:].all()
+    with pytest.raises(DataError, match=r"token types are 0 to 3; model.num_tokentypes \(3\) allows 0 to 2; correct"):
+        model(tokens, token_types=types + (types == 2))
+    with pytest.raises(DataError, match=r"a batch has token types, and model.num_tokentypes is 0; set it, or leave"):
+        build()[1](tokens, token_types=types)

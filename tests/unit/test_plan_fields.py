@@ -127,7 +127,6 @@ COMPANIONS: dict[str, Settings] = {
     "model.rotary_long_factors": LONG,
     "model.relative_buckets": RELATIVE,
     "model.relative_max_distance": RELATIVE,
-    "model.num_tokentypes": ENCODER,
     "model.binary_head": ENCODER | {"model.num_tokentypes": "2"},
     "model.head_bias": {"model.tie_embeddings": "false"},
     "model.qk_norm=full": {"model.norm": "rmsnorm"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.data.loader import Batch
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
@@ -107,10 +107,25 @@ def test_a_forward_step_without_a_call_of_the_model_is_an_error():
 
 def test_a_second_call_of_the_model_is_an_error():
     """Under a pipeline only one of them would have a hidden state."""
-    model = StageModel(Stage(), None, {}, is_last=True, config=None, ctx=None)  # type: ignore[arg-type]
+    model = StageModel(Stage(), None, {}, is_last=True, config=Config(), ctx=None)  # type: ignore[arg-type]
     model(BATCH.tokens)
     with pytest.raises(TrainingError, match="called the model twice; put both inputs into the rows of one micro-batch"):
         model(BATCH.tokens)
+
+
+def test_a_decoder_with_token_types_needs_them_in_a_batch_or_a_call():
+    """Every token would silently have type 0, as in a corpus."""
+    config = Config(model=ModelConfig(num_tokentypes=2))
+
+    def model(**options: Any) -> StageModel:
+        return StageModel(Stage(), None, options, is_last=True, config=config, ctx=None)  # type: ignore[arg-type]
+
+    with pytest.raises(
+        TrainingError, match="num_tokentypes is 2, and a batch has no `token_types`; give it in samples"
+    ):
+        model()(BATCH.tokens)
+    model(token_types=BATCH.tokens)(BATCH.tokens)
+    model()(BATCH.tokens, token_types=BATCH.tokens)
 
 
 def test_ranks_with_other_scalars_are_an_error(monkeypatch):
