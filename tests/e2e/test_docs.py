@@ -49,6 +49,17 @@ EXACT_OUTPUT = {
         "verified: logits of 2 x 64 random tokens differ by at most 0 ",
         "(megatron-lite, tp=2 pp=1): 27 tensors",
     ),
+    "docs/tensor-parallelism.md": (
+        "columns, rows, forward: 2 products, 1 all-reduce of 64 values",
+        "rows, columns, forward: 1 product, 1 all-reduce of 256 values, 1 product, 1 all-gather of 64 values",
+        "attention, backward: 3 products, 1 all-reduce of 64 values, 1 product",
+        "loss, forward: 3 all-reduces of 8 values",
+        "gathered logits: 1 all-gather of 384 values",
+    ),
+    "docs/data-parallelism.md": (
+        "divided by all targets, summed: off by 6e-08",
+        "29 products, 1 all-reduce of 229,760 values",
+    ),
     "docs/checkpoints.md": (
         "verified: all 6 files",
         "loading checkpoint from runs/tour/checkpoints at iteration 20\n",
