@@ -26,6 +26,7 @@ from megatron_lite.evaluation.tasks import answer_questions, check_lengths, pars
 from megatron_lite.generate.model import LanguageModel, check_decoder
 from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.run import load_model
+from megatron_lite.megatron_calls import as_forward_step
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.named_functions import NamedFunction
 from megatron_lite.parallel.agreement import on_first
@@ -154,7 +155,7 @@ def run_of(folder: Path, config: Config, request: Request) -> Run:
     chunks = load_model(folder, config, ctx, rng, provider)
     engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
     built_in = built_in_step(config.model)
-    step = NamedFunction(request.forward_step, "--forward-step") if request.forward_step else built_in
+    step = as_forward_step(NamedFunction(request.forward_step, "--forward-step")) if request.forward_step else built_in
     layout = read_layout(folder)
     return Run(
         config,

@@ -10,6 +10,7 @@ from megatron_lite.evaluation.run import check_tasks, task_results
 from megatron_lite.evaluation.statistics import comparison_lines
 from megatron_lite.launch.environment import set_environment
 from megatron_lite.launch.streams import survive_lost_output
+from megatron_lite.megatron_calls import as_forward_step, check_call
 from megatron_lite.model.build import get_model
 from megatron_lite.observers.stragglers import Stragglers
 from megatron_lite.observers.watchdog import watchdog
@@ -39,6 +40,7 @@ def pretrain(
     learning_rate: LearningRate = lr.learning_rate,
     after_step: AfterStep | None = None,
     hint: Callable[[Config], str] | None = None,
+    **others: object,
 ) -> TrainState:
     """Train to `train.iterations`, from the newest checkpoint of the run if there is one; return the final counters.
 
@@ -46,24 +48,28 @@ def pretrain(
                             rank's chunks, see `setup_model_and_optimizer`
         datasets_provider   called with the run; returns its `Splits`. Default: those of `data.paths`
         forward_step        called with a micro-batch and the model; returns (sum of the losses, number of targets,
-                            scalars for the logs), see `megatron_lite.training.forward_step`
+                            scalars for the logs), see `megatron_lite.training.forward_step`; or Megatron's
+                            `forward_step(data_iterator, model)`
         valid_forward_step  likewise, for evaluations; None: `forward_step`
         learning_rate       (config.optim, optimizer steps before, train.iterations) -> rate, equal on every rank
         after_step          called with the run and its `StepReport` on every rank, after each iteration
         hint                explains a folder that is not a checkpoint, after the message about it
 
     Collective: every process calls it with the same config. Raises a MegatronLiteError with a message for the user;
-    StoppedEarly follows a request to stop, after a checkpoint was saved.
+    StoppedEarly follows a request to stop, after a checkpoint was saved. `others` raise ConfigError: arguments of
+    Megatron-LM's `pretrain`.
     """
+    check_call(config, model_provider, datasets_provider, forward_step, others)
     set_environment(config)
     survive_lost_output(Path(config.run.dir))
     check_tasks(config)
     forecast = Forecast(config) if model_provider is get_model else None
     if forecast is not None and (forecast.plan or forecast.problem):
         after_step = _both(forecast.after_step, after_step)
+    forward_step = as_forward_step(forward_step)
     hooks = Hooks(
         forward_step=forward_step,
-        valid_forward_step=valid_forward_step or forward_step,
+        valid_forward_step=as_forward_step(valid_forward_step) if valid_forward_step else forward_step,
         learning_rate=learning_rate,
         after_step=after_step,
         observers=(watchdog, Stragglers),

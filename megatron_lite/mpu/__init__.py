@@ -4,6 +4,12 @@ Scripts ported from Megatron-LM use them, and code from articles about it. They 
 its context as an argument and never uses this one.
 """
 
+from megatron_lite.mpu.attributes import (
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
 from megatron_lite.mpu.groups import (
     destroy_model_parallel,
     get_context_parallel_group,
@@ -40,7 +46,9 @@ from megatron_lite.mpu.groups import (
     model_parallel_is_initialized,
     set_virtual_pipeline_model_parallel_rank,
 )
+from megatron_lite.mpu.initialization import initialization
 from megatron_lite.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_lite.mpu.module import MegatronModule
 from megatron_lite.mpu.regions import (
     all_gather,
     all_reduce,
@@ -71,6 +79,7 @@ from megatron_lite.mpu.utils import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "MegatronModule",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabUtility",
@@ -79,6 +88,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
     "divide",
@@ -111,6 +121,7 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
     "get_virtual_pipeline_model_parallel_rank",
     "get_virtual_pipeline_model_parallel_world_size",
+    "initialization",
     "initialize_model_parallel",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
@@ -119,6 +130,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "parallel_lm_logits",
+    "param_is_not_tensor_parallel_duplicate",
     "recv",
     "reduce",
     "reduce_from_tensor_model_parallel_region",
@@ -127,6 +139,8 @@ __all__ = [
     "scatter",
     "scatter_to_tensor_model_parallel_region",
     "send",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
     "set_virtual_pipeline_model_parallel_rank",
     "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",

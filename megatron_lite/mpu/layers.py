@@ -1,11 +1,9 @@
 """The three parallel layers with Megatron's arguments, over the registered tensor-parallel group.
 
-A weight has its values when the layer is built, as in Megatron. `init_method` gets the full weight in fp32 on the CPU,
-and each rank keeps its shard, so initial values do not depend on the layout. `initialize_parameters` draws them again,
-from the run's seed and the weight's name.
+A weight has its values when the layer is built, as in Megatron; `initialization.py` has the ways to draw them. Weights
+and biases carry Megatron's attributes (`attributes.py`).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,33 +11,32 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.mpu.attributes import set_tensor_model_parallel_attributes
 from megatron_lite.mpu.groups import context
+from megatron_lite.mpu.initialization import InitMethod, initialize
 from megatron_lite.mpu.utils import VocabUtility, divide
 from megatron_lite.parallel import embedding, linear
 from megatron_lite.parallel.shard import ParamMeta, declare
 
-InitMethod = Callable[[Tensor], Any]
 
-
-def _initialize(layer: nn.Module, init_method: InitMethod, skip_init: bool, keep_master: bool) -> Tensor | None:
-    """Set the values of a new layer; return the full weight where it is kept.
-
-    Draws from torch's default generator, which is equal over tensor-parallel ranks.
-    """
-    tp, weight = context().tp, layer.weight
+def _initialize(
+    layer: nn.Module, init_method: InitMethod, skip_init: bool, keep_master: bool, stride: int = 1
+) -> Tensor | None:
+    """Set the values of a new layer and describe its parameters; return the full weight where it is kept."""
+    weight, bias, master = layer.weight, getattr(layer, "bias", None), None
     assert isinstance(weight, nn.Parameter)
     meta: ParamMeta = weight.meta  # type: ignore[attr-defined]
     declare(weight, ParamMeta(meta.shape, meta.shard, init_method, decay=meta.decay))
-    bias = getattr(layer, "bias", None)
+    for parameter in (weight, bias):
+        if parameter is not None:
+            dim: int | None = parameter.meta.shard.dim  # type: ignore[attr-defined]
+            described = (False, -1, 1) if dim is None else (True, dim, stride)
+            set_tensor_model_parallel_attributes(parameter, *described)
     with torch.no_grad():
         if bias is not None:
             bias.zero_()
-        if skip_init:
-            return None
-        master = torch.empty(meta.shape, dtype=torch.float32)
-        init_method(master)
-        master = master.to(weight.dtype)
-        weight.copy_(meta.shard.split(master, tp.rank, tp.size))
+    if not skip_init:
+        master = initialize(weight, meta, init_method)
     return master if keep_master else None
 
 
@@ -92,7 +89,7 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
             **_factory(params_dtype, device),
         )
         self.input_size, self.output_size = input_size, output_size
-        self.master_weight = _initialize(self, init_method, skip_init, keep_master_weight_for_test)
+        self.master_weight = _initialize(self, init_method, skip_init, keep_master_weight_for_test, stride)
 
 
 class RowParallelLinear(linear.RowParallelLinear):
@@ -130,7 +127,7 @@ class RowParallelLinear(linear.RowParallelLinear):
             **_factory(params_dtype, device),
         )
         self.input_size, self.output_size = input_size, output_size
-        self.master_weight = _initialize(self, init_method, skip_init, keep_master_weight_for_test)
+        self.master_weight = _initialize(self, init_method, skip_init, keep_master_weight_for_test, stride)
 
 
 class VocabParallelEmbedding(embedding.VocabParallelEmbedding):

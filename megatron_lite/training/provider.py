@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.match import BUILT_IN
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.mpu import groups as mpu
+from megatron_lite.mpu.initialization import draw_by_name
 from megatron_lite.mpu.tied import tie_stages
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
@@ -32,7 +33,8 @@ def build_chunks(
     """This rank's chunks of the model, from a provider like `get_model`, or from Megatron's.
 
     Megatron's is known by the names of its parameters, `pre_process` and `post_process`. It is called once for each
-    chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`. They keep their values.
+    chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`. Weights of mpu layers are drawn by
+    seed and name, unless the provider has changed them; other parameters keep their values.
     """
     function = cast(Any, provider).load() if hasattr(provider, "name_of_script") else provider
     if not {"pre_process", "post_process"} <= set(inspect.signature(function).parameters):
@@ -50,6 +52,7 @@ def build_chunks(
         _declare_parameters(chunks[-1], ctx, has_sequence_parallelism=config.parallel.sequence)
     mpu.set_virtual_pipeline_model_parallel_rank(0)
     tie_stages(chunks, ctx)
+    draw_by_name(chunks, config.run.seed, ctx.tp)
     return chunks
 
 

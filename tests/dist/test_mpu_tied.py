@@ -182,7 +182,7 @@ def test_a_shared_weight_that_cannot_be_tied_is_an_error(ranks, tmp_path, kind, 
 class OwnHead(TiedModel):
     """A head of its own in a module that shares by default, as Megatron's does."""
 
-    def initialize_word_embeddings(self, init_method) -> None:
+    def initialize_word_embeddings(self, init_method, **sizes) -> None:
         if self.post_process:
             self.head = mpu.VocabParallelEmbedding(VOCABULARY, HIDDEN, drawn("head"))
 

@@ -1,4 +1,4 @@
-"""A model of `mpu` layers whose head is its word embedding, with the module that Megatron-LM derives models from.
+"""A model of `mpu` layers whose head is its word embedding, on `mpu.MegatronModule`.
 
 A weight's initial values depend on its name alone, so they are equal in every layout.
 """
@@ -6,7 +6,6 @@ A weight's initial values depend on its name alone, so they are equal in every l
 import zlib
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,30 +20,7 @@ def drawn(name: str):
     return lambda weight: nn.init.normal_(weight, std=0.2, generator=generator)
 
 
-class MegatronModule(nn.Module):
-    """The part of Megatron-LM's module that ties the word embedding."""
-
-    pre_process: bool
-
-    def __init__(self, share_word_embeddings: bool = True):
-        super().__init__()
-        self.share_word_embeddings = share_word_embeddings
-
-    def word_embeddings_weight(self) -> Tensor:
-        return self.embedding.weight if self.pre_process else self.word_embeddings.weight
-
-    def initialize_word_embeddings(self, init_method) -> None:
-        if mpu.get_pipeline_model_parallel_world_size() == 1:
-            return
-        if mpu.is_pipeline_last_stage():
-            self.word_embeddings = mpu.VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method)
-            self.word_embeddings.weight.data.fill_(0)
-            self.word_embeddings.weight.shared = True
-        if mpu.is_rank_in_embedding_group():
-            dist.all_reduce(self.word_embeddings_weight().data, group=mpu.get_embedding_group())
-
-
-class TiedModel(MegatronModule):
+class TiedModel(mpu.MegatronModule):
     """Blocks without attention, numbered over the full model."""
 
     def __init__(self, pre_process: bool, post_process: bool):
@@ -61,7 +37,10 @@ class TiedModel(MegatronModule):
             up, down = drawn(f"up{number}"), drawn(f"down{number}")
             self.layers[f"up{number}"] = mpu.ColumnParallelLinear(HIDDEN, 32, gather_output=False, init_method=up)
             self.layers[f"down{number}"] = mpu.RowParallelLinear(32, HIDDEN, input_is_parallel=True, init_method=down)
-        self.initialize_word_embeddings(drawn("embedding"))
+        self.initialize_word_embeddings(drawn("embedding"), padded_vocab_size=VOCABULARY, hidden_size=HIDDEN)
+
+    def word_embeddings_weight(self) -> Tensor:
+        return self.embedding.weight if self.pre_process else self.word_embeddings.weight
 
     def head_weight(self) -> Tensor:
         return self.word_embeddings_weight()
