@@ -86,7 +86,7 @@ class MessagesDDP(LocalDDP):
         self._algorithm, self._steps = algorithm, ALGORITHMS[algorithm](self._dp.size)
         device = self._current.buckets[0].flat.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._runs_in_thread = device.type == "cpu"
+        self._runs_in_thread = dist.get_backend(self._dp.pg) == "gloo"
         self._last: Future[object] | None = None  # the sum of the newest bucket
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
