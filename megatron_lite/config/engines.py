@@ -10,6 +10,8 @@ ENGINES = {
     "torch": "megatron_lite.engines.torch_ddp",
     "fsdp": "megatron_lite.engines.fsdp",
     "deepspeed": "megatron_lite.engines.deepspeed",
+    "ring_all_reduce": "megatron_lite.engines.ring",
+    "tree_all_reduce": "megatron_lite.engines.ring",
     "delayed": "megatron_lite.engines.delayed",
     "outer": "megatron_lite.engines.outer",
 }
@@ -24,7 +26,7 @@ def engine_failures(config: Config) -> Iterator[str]:
 
 def _data_parallel_failures(config: Config) -> Iterator[str]:
     parallel, ddp = config.parallel, config.parallel.ddp
-    if parallel.schedule == "zb-h1" and ddp != "local":
+    if parallel.schedule == "zb-h1" and ddp in ("torch", "fsdp", "deepspeed"):
         yield f"parallel.schedule is zb-h1, whose weight gradients ddp {ddp} cannot sum; use parallel.ddp: local"
     if config.optim.distributed and ddp != "local":
         yield f"optim.distributed is true with parallel.ddp: {ddp}, but needs local; use local, or leave it false"

@@ -80,7 +80,7 @@ class ParallelConfig(Section):
     """Sequence parallelism: norms, dropout and residuals on s/tp of the sequence. The result is the same."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """Order of forwards and backwards on the pipeline ranks."""
-    ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
+    ddp: Literal["local", "torch", "fsdp", "deepspeed", "ring_all_reduce", "tree_all_reduce"] = "local"
     """Engine that sums gradients over data-parallel ranks."""
     fsdp_shard: NonNegativeInt = 0
     """Adjacent data-parallel ranks, such as those of a machine, that share a copy of everything with `fsdp`; 0: all."""

@@ -16,7 +16,8 @@ def environment(config: Config) -> dict[str, str]:
     """The variables for this config, for ranks on GPUs.
 
     CUDA_DEVICE_MAX_CONNECTIONS   1 makes an input gradient's all-reduce start before the weight gradient that overlaps
-                                  it. With FSDP or a pipeline it would put gathers and messages behind the computation.
+                                  it. With FSDP, a pipeline or an all-reduce of messages it would put communication
+                                  behind the computation.
     NCCL_ALGO, NCCL_PROTO         fixed with `train.deterministic`
     TORCH_FR_BUFFER_SIZE          the operations that the flight recorder keeps, to explain a hang; before torch 2.9
                                   TORCH_NCCL_TRACE_BUFFER_SIZE
@@ -25,7 +26,7 @@ def environment(config: Config) -> dict[str, str]:
     parallel = config.parallel
     is_recent = _version() >= (2, 9)
     variables = {"TORCH_FR_BUFFER_SIZE" if is_recent else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    if parallel.ddp in ("fsdp", "deepspeed"):
+    if parallel.ddp not in ("local", "torch"):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     elif parallel.tensor > 1 and parallel.pipeline == 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

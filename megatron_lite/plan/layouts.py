@@ -1,17 +1,14 @@
 """A layout as a value: the fields of a config that a search varies."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, ParallelConfig
 from megatron_lite.config.yaml_file import show_value
 
 ENGINES = {
-    "local": {"ddp": "local", "distributed": False},
+    **{name: {"ddp": name, "distributed": False} for name in get_args(ParallelConfig.model_fields["ddp"].annotation)},
     "zero1": {"ddp": "local", "distributed": True},
-    "fsdp": {"ddp": "fsdp", "distributed": False},
-    "torch": {"ddp": "torch", "distributed": False},
-    "deepspeed": {"ddp": "deepspeed", "distributed": False},
 }
 
 
@@ -73,7 +70,7 @@ def sharding(config: Config, engine: str, ranks: int) -> str:
         return "local"
     if engine == "deepspeed":
         return ("local", "zero1", "zero1", "fsdp")[config.deepspeed.zero_stage]
-    return "local" if engine == "torch" else engine
+    return engine if engine in ("zero1", "fsdp") else "local"
 
 
 def layout_of(config: Config) -> Layout:

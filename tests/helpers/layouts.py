@@ -26,6 +26,8 @@ FLAT = [
     layout(tensor=2, data=2, micro=6),
     layout(tensor=2, data=2, micro=3, ddp="torch"),
     layout(tensor=2, data=2, micro=6, ddp="torch"),
+    layout(data=4, micro=1, ddp="ring_all_reduce", bucket_mb=0.01),
+    layout(data=3, micro=2, ddp="tree_all_reduce", bucket_mb=0.01),
     layout(micro=2, schedule="gpipe"),
     layout(micro=2, schedule="zb-h1"),
     layout(micro=2, tensor=2, schedule="zb-h1"),
@@ -51,6 +53,7 @@ PIPELINES = [
     layout(data=2, pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2),
     *(layout(data=2, pipeline=2, micro=micro, schedule="1f1b", ddp="torch") for micro in (6, 2)),
     layout(data=2, pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2, ddp="torch"),
+    layout(data=2, pipeline=2, micro=2, schedule="zb-h1", ddp="ring_all_reduce"),
 ]
 # Replicated parameters see s/tp of each sequence; `train_tiny` compares them over tp.
 SEQUENCE = [

@@ -34,6 +34,11 @@ CASES = {
         "optim.distributed is true with parallel.ddp: torch",
         "use local, or leave it false",
     ),
+    "distributed optimizer with a ring": (
+        ["optim.distributed=true", "parallel.ddp=ring_all_reduce"],
+        "optim.distributed is true with parallel.ddp: ring_all_reduce",
+        "use local, or leave it false",
+    ),
     "distributed optimizer with fsdp": (
         ["optim.distributed=true", "parallel.ddp=fsdp"],
         "optim.distributed is true with parallel.ddp: fsdp",
@@ -160,6 +165,11 @@ CASES = {
         "sync.mode is diloco with parallel.ddp: torch",
         "use parallel.ddp: local",
     ),
+    "delayed with a tree": (
+        ["sync.mode=delayed", "sync.delay=1", "parallel.ddp=tree_all_reduce"],
+        "sync.mode is delayed with parallel.ddp: tree_all_reduce",
+        "use parallel.ddp: local",
+    ),
     "delayed with deepspeed": (
         ["sync.mode=delayed", "sync.delay=1", "parallel.ddp=deepspeed"],
         "sync.mode is delayed with parallel.ddp: deepspeed",
@@ -240,6 +250,7 @@ def test_compatible_settings_are_accepted():
         ],
         ["optim.distributed=true", "parallel.schedule=zb-h1"],
         ["optim.distributed=true", "optim.distributed_shard=2", "parallel.schedule=zb-h1"],
+        ["parallel.ddp=ring_all_reduce", "parallel.schedule=zb-h1"],
         ["parallel.ddp=fsdp", "parallel.fsdp_shard=4"],
         ["parallel.ddp=fsdp", "parallel.tensor=2", "parallel.sequence=true", "train.precision=fp16"],
         [*DEEPSPEED, "deepspeed.zero_stage=0"],

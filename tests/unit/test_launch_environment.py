@@ -20,6 +20,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
         (["parallel.tensor=2", "parallel.pipeline=2"], None),  # messages would wait behind the computation
         (["parallel.tensor=2", "parallel.ddp=fsdp"], "32"),  # so would gathers
         (["parallel.ddp=deepspeed"], "32"),
+        (["parallel.tensor=2", "parallel.ddp=ring_all_reduce"], "32"),
     ],
 )
 def test_the_number_of_hardware_queues_follows_from_the_layout(fields, connections):
