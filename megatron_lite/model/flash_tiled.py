@@ -107,7 +107,7 @@ class _Call:
     def masked(self, S: Tensor, bias: Tensor | None, i: int, j: int) -> Tensor:
         """S with its bias, and -inf where a query does not see a key."""
         tile = _tile(bias, self.grid.rows[i], self.grid.columns[j])
-        return self.grid.masked(S if tile is None else S + self.traffic.load(tile), i, j)
+        return self.grid.masked(S if tile is None else S + self.traffic.load(tile).to(S.dtype), i, j)
 
     def kept(self, P: Tensor, i: int, j: int) -> Tensor | float:
         """Z: 0 for dropped probabilities, 1 / (1 - dropout) for the others. A hash of seed, head, query and key

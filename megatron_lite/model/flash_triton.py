@@ -229,6 +229,12 @@ TILES = {
     (4, 128): (Tiles(32, 16, 4, 2), Tiles(16, 32, 8, 2), Tiles(32, 16, 4, 1)),
     (4, 256): (Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
+# The loop loads tiles of a bias ahead too, in fp32 if that is its dtype.
+TILES_WITH_BIAS = TILES | {
+    (2, 64): (Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+    (2, 128): (Tiles(64, 64, 4, 2), Tiles(16, 128, 8, 2), Tiles(64, 32, 4, 2)),
+    (2, 256): (Tiles(64, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)),
+}
 
 
 class _Call(NamedTuple):
@@ -352,16 +358,18 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     """Arguments as of `core_attention.Attention`, which checks them, and the tables of `config/attention.py` have the
     limits. `tiles` are B_r and B_c of all kernels, or None for those of `TILES`."""
-    call = _call(query, mask, scale, softcap, tiles)
+    call = _call(query, mask, scale, softcap, tiles, TILES if bias is None else TILES_WITH_BIAS)
     if dropout:
         seed = torch.randint(2**32, (), device=query.device)
         call = call._replace(threshold=int(dropout * 2**32), seed=seed)
     return FlashAttention.apply(query, key, value, bias, call)
 
 
-def _call(query: Tensor, mask: Mask, scale: float, softcap: float, tiles: tuple[int, int] | None) -> _Call:
+def _call(
+    query: Tensor, mask: Mask, scale: float, softcap: float, tiles: tuple[int, int] | None, table: dict = TILES
+) -> _Call:
     width = max(64, triton.next_power_of_2(query.shape[3]))
-    return _Call(mask, scale, softcap, TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),))
+    return _Call(mask, scale, softcap, table[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),))
 
 
 def backward_of_part(
