@@ -98,7 +98,7 @@ def obstacles(name: str, request: Request) -> Iterator[str]:
     """Each reason why the implementation cannot compute the request."""
     if request.context_mode in ("ring", "all_gather"):
         yield from _context_obstacles(name, request)
-    if request.bias and name not in ("math", "sdpa"):
+    if request.bias and name in ("flex", "flash"):
         yield "it has no biases of scores, which model.position: relative needs"
     if name == "sdpa":
         yield from _sdpa_obstacles(request)
@@ -135,8 +135,6 @@ def _sdpa_obstacles(request: Request) -> Iterator[str]:
 def _triton_obstacles(request: Request) -> Iterator[str]:
     if request.device and find_spec("triton") is None:
         yield "Python cannot import triton (pip install triton)"
-    if request.dropout:
-        yield f"our kernels have no dropout, and it is {request.dropout:g}"
     if not 16 <= request.head_size <= 256:
         yield f"our kernels need a head size of 16 to 256; it is {request.head_size}"
     if request.precision == "fp64":

@@ -39,7 +39,7 @@ class Attention(Protocol):
         key, value    [b, g/tp, s, d]   n/g neighbouring queries share a group
         scale         factor of the scores; softcap: then softcap * tanh(score / softcap), if it is not 0
         dropout       of the probabilities, drawn from torch's default generator
-        bias          [1, n/tp, s, s], added to the scaled scores; an option of `math` and `sdpa` alone
+        bias          [1 or b, 1 or n/tp, 1 or s, s], added to the scores after the softcap; not in `flex` and `flash`
         returns       out [b, n/tp, s, d]; the log-sum-exp of each query's scores [b, n/tp, s], in fp32 or fp64, without
                       a gradient, or None where torch does not return it
         """

@@ -96,13 +96,18 @@ class _Call:
     scale: float
     dropout: float
     softcap: float
-    seed: int
+    seed: Tensor | int
     traffic: Traffic
 
     def scores(self, Q_i: Tensor, K_j: Tensor) -> Tensor:
-        """S before the mask, [b, g, n/g, B_r, B_c]."""
+        """S before bias and mask, [b, g, n/g, B_r, B_c]."""
         S = (self.scale * Q_i) @ K_j.mT
         return S.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else S
+
+    def masked(self, S: Tensor, bias: Tensor | None, i: int, j: int) -> Tensor:
+        """S with its bias, and -inf where a query does not see a key."""
+        tile = _tile(bias, self.grid.rows[i], self.grid.columns[j])
+        return self.grid.masked(S if tile is None else S + self.traffic.load(tile).to(S.dtype), i, j)
 
     def kept(self, P: Tensor, i: int, j: int) -> Tensor | float:
         """Z: 0 for dropped probabilities, 1 / (1 - dropout) for the others. A hash of seed, head, query and key
@@ -113,6 +118,11 @@ class _Call:
         head = torch.arange(P.shape[:3].numel(), device=P.device).view(*P.shape[:3], 1, 1)  # of all rows of the batch
         hashed = _hash(_hash(_hash(head ^ self.seed) ^ query[:, None]) ^ _hash(key))
         return (hashed >= int(self.dropout * 2**32)).to(P.dtype).div_(1 - self.dropout)
+
+
+def _tile(bias: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+    """The biases [1 or b, 1 or g, 1 or n/g, 1 or B_r, B_c] of a tile."""
+    return None if bias is None else bias[..., rows if bias.shape[-2] > 1 else slice(None), columns]
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -126,7 +136,9 @@ class FlashAttention1(torch.autograd.Function):
     """Version 1: the outer loop is over keys, so each step loads and stores O, l and m of its queries."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
         """Algorithms 1 and 2. O is normalised after every step. A query without keys has l = 0; other l are at least 1,
         since the largest score adds exp(0)."""
         load, store, grid = call.traffic.load, call.traffic.store, call.grid
@@ -139,7 +151,7 @@ class FlashAttention1(torch.autograd.Function):
             K_j, V_j = load(K[..., columns, :]), load(V[..., columns, :])
             for i, rows in grid.rows_of(j):
                 Q_i, O_i, l_i, m_i = (load(x[..., rows, :]) for x in (Q, O, l, m))
-                S = grid.masked(call.scores(Q_i, K_j), i, j)
+                S = call.masked(call.scores(Q_i, K_j), bias, i, j)
                 m_ij = S.amax(-1, keepdim=True).clamp(min=lowest)
                 P = torch.exp(S - m_ij)
                 m_new = torch.maximum(m_i, m_ij)
@@ -150,26 +162,29 @@ class FlashAttention1(torch.autograd.Function):
                     store(x[..., rows, :], x_new)
         store(lse, load(m) + load(l).log())  # for the caller; backward loads m and l
         ctx.call, out = call, _rounded(O, query, call.traffic)
-        ctx.save_for_backward(query, key, value, out, l, m)
+        ctx.save_for_backward(query, key, value, out, l, m, bias)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Algorithm 4. Each step loads O, l and m, and computes D again."""
-        query, key, value, out, l, m = ctx.saved_tensors  # once: recomputation allows no second access
+        query, key, value, out, l, m, bias = ctx.saved_tensors  # once: recomputation allows no second access
 
         def probabilities(S: Tensor, dO_i: Tensor, O_i: Tensor, l_i: Tensor, m_i: Tensor) -> tuple[Tensor, Tensor]:
             return torch.exp(S - m_i) / l_i.clamp(min=1), (dO_i * O_i).sum(-1, keepdim=True)
 
-        return *_backward(ctx.call, query, key, value, grad, (*_grouped(key, out), l, m), probabilities), None
+        saved, has_dbias = (*_grouped(key, out), l, m), ctx.needs_input_grad[3]
+        return *_backward(ctx.call, query, key, value, bias, grad, saved, probabilities, has_dbias), None
 
 
 class FlashAttention2(torch.autograd.Function):
     """Version 2: the outer loop of forward is over queries, so O, l and m stay in fast memory until they are final."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
         """Algorithm 1. O is divided by l once, and L = m + log l is all that backward needs of both."""
         load, store, grid = call.traffic.load, call.traffic.store, call.grid
         Q, K, V = _grouped(key, query, key, value)
@@ -180,7 +195,7 @@ class FlashAttention2(torch.autograd.Function):
             m_i = torch.full_like(l_i, torch.finfo(l_i.dtype).min)  # with -inf, differences would be nan
             for j, columns in grid.columns_of(i):
                 K_j, V_j = load(K[..., columns, :]), load(V[..., columns, :])
-                S = grid.masked(call.scores(Q_i, K_j), i, j)
+                S = call.masked(call.scores(Q_i, K_j), bias, i, j)
                 m_new = torch.maximum(m_i, S.amax(-1, keepdim=True))
                 P, old = torch.exp(S - m_new), torch.exp(m_i - m_new)
                 l_i = old * l_i + P.sum(-1, keepdim=True)
@@ -189,18 +204,27 @@ class FlashAttention2(torch.autograd.Function):
             store(O[..., rows, :], O_i / l_i.clamp(min=1))
             store(L[..., rows, :], m_i + l_i.log())
         ctx.call, out = call, O.flatten(1, 2)
-        ctx.save_for_backward(query, key, value, out, L)
+        ctx.save_for_backward(query, key, value, out, L, bias)
         return out, L
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_backward_2(ctx.call, grad, *ctx.saved_tensors), None
+        return *_backward_2(ctx.call, grad, *ctx.saved_tensors, has_dbias=ctx.needs_input_grad[3]), None
 
 
 def _backward_2(
-    call: _Call, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, L: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: _Call,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    L: Tensor,
+    bias: Tensor | None,
+    *,
+    has_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Algorithm 2. D = rowsum(dO * O) is computed once, so that no step loads O."""
     load, store = call.traffic.load, call.traffic.store
     O, dO = _grouped(key, out, grad)
@@ -211,7 +235,7 @@ def _backward_2(
     def probabilities(S: Tensor, _: Tensor, L_i: Tensor, D_i: Tensor) -> tuple[Tensor, Tensor]:
         return torch.exp(S - L_i.clamp(min=torch.finfo(L_i.dtype).min)), D_i
 
-    return _backward(call, query, key, value, grad, (L, D), probabilities)
+    return _backward(call, query, key, value, bias, grad, (L, D), probabilities, has_dbias)
 
 
 def _backward(
@@ -219,34 +243,39 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    bias: Tensor | None,
     grad: Tensor,
     saved: tuple[Tensor, ...],
     probabilities: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor]:
+    has_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The loops of both backwards. The outer one is over keys, so dK and dV stay in fast memory, and dQ does not. Each
     step computes S again. `probabilities` returns P and D from S, dO and the saved values of the step's queries."""
     grid, load, store = call.grid, call.traffic.load, call.traffic.store
     Q, K, V, dO = _grouped(key, query, key, value, grad)
     (dQ,), dK, dV = _accumulators(Q, Q.shape[-1]), torch.empty_like(K), torch.empty_like(V)
     store(dQ, 0.0)
+    dB = None if bias is None or not has_dbias else torch.zeros_like(bias, dtype=dQ.dtype)
     for j, columns in enumerate(grid.columns):
         K_j, V_j = load(K[..., columns, :]), load(V[..., columns, :])
         dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
         for i, rows in grid.rows_of(j):
             Q_i, dO_i, dQ_i, *saved_i = (load(x[..., rows, :]) for x in (Q, dO, dQ, *saved))
             S = call.scores(Q_i, K_j)
-            P, D_i = probabilities(grid.masked(S, i, j), dO_i, *saved_i)
+            P, D_i = probabilities(call.masked(S, bias, i, j), dO_i, *saved_i)
             Z = call.kept(P, i, j)
             dV_j += ((P * Z).mT @ dO_i).sum(2, keepdim=True)  # over the heads of the group
             dP = (dO_i @ V_j.mT) * Z
             dS = P * (dP - D_i)
+            if (dB_ij := _tile(dB, rows, columns)) is not None:  # over all that share a bias
+                store(dB_ij, load(dB_ij) + dS.sum_to_size(dB_ij.shape))
             if call.softcap:  # the derivative of softcap * tanh(x / softcap) is 1 - tanh(x / softcap)**2
                 dS = dS * (1 - (S / call.softcap) ** 2)
             store(dQ[..., rows, :], dQ_i + call.scale * (dS @ K_j))
             dK_j += call.scale * (dS.mT @ Q_i).sum(2, keepdim=True)
         store(dK[..., columns, :], dK_j)
         store(dV[..., columns, :], dV_j)
-    return _rounded(dQ, query, call.traffic), dK.flatten(1, 2), dV.flatten(1, 2)
+    return _rounded(dQ, query, call.traffic), dK.flatten(1, 2), dV.flatten(1, 2), dB
 
 
 def _grouped(key: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -330,14 +359,17 @@ def _attend(
     scale: float,
     dropout: float,
     softcap: float,
+    bias: Tensor | None = None,
     fast_bytes: int = 0,
     traffic: Traffic | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as of `core_attention.Attention`; M, or 0 for DEFAULT_TILE rows; a counter of bytes."""
-    seed = int(torch.randint(2**32, ())) if dropout else 0
+    seed = torch.randint(2**32, (), device=query.device) if dropout else 0
     options = {"scale": scale, "dropout": dropout, "softcap": softcap, "seed": seed, "traffic": traffic or Traffic()}
     call = _call(query, key, version, fast_bytes, mask, **options)
-    out, lse = (FlashAttention1 if version == 1 else FlashAttention2).apply(query, key, value, call)
+    if bias is not None:  # as `_grouped`, with one group where heads share it
+        bias = bias.unflatten(1, (1, 1) if bias.shape[1] == 1 else (key.shape[1], -1))
+    out, lse = (FlashAttention1 if version == 1 else FlashAttention2).apply(query, key, value, bias, call)
     return out, lse.detach().squeeze(-1).flatten(1, 2)
 
 
@@ -356,7 +388,7 @@ def backward_of_part(
     """The backward of `attention_parts.Part`."""
     call = _call(query, key, 2, 0, mask, scale=scale, dropout=0.0, softcap=softcap, seed=0, traffic=Traffic())
     (L,) = _grouped(key, lse[..., None])
-    return _backward_2(call, grad, query, key, value, out, L)
+    return _backward_2(call, grad, query, key, value, out, L, None, has_dbias=False)[:3]
 
 
 tiled_attention = partial(_attend, 2)  # what `model.attention: tiled` runs

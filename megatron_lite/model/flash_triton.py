@@ -1,10 +1,11 @@
 # ruff: noqa: E741 - O and l are letters of the paper
 # Triton's annotations describe its compiler, where True is a constexpr and static_range is a loop.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-"""FlashAttention 2 as three Triton kernels: forward, dK with dV, and dQ.
+"""FlashAttention 2 as Triton kernels: forward, dK with dV, dQ, and the gradient of a bias.
 
 A program owns a tile of queries and loops over keys (forward, dQ), or owns a tile of keys and loops over queries (dK,
-dV). Its results stay in registers until they are final. No other program adds to them, so two runs give the same bits.
+dV), or owns a tile of the bias and loops over all that share it. Its results stay in registers until they are final. No
+other program adds to them, so two runs give the same bits.
 
 A mask is a range of columns for each row. Queries have ranges of keys (`Mask.ranges`). These do not decrease, so keys
 have ranges of queries. The first and the last row of a tile bound the columns of all its rows. Tiles of columns that
@@ -33,79 +34,28 @@ except ImportError as error:
         "model.attention is triton, and Python cannot import it; pip install triton, or choose another model.attention"
     ) from error
 
-LN_2 = tl.constexpr(log(2))
+from megatron_lite.model.flash_triton_tiles import (
+    LN_2,
+    biased,
+    column,
+    columns,
+    dot,
+    dropped,
+    load,
+    load_vector,
+    p_and_ds,
+    scores,
+    store,
+    visible,
+)
+
 LOWEST = tl.constexpr(-3.4e38)  # about the smallest fp32; differences of -inf would be nan
-
-
-@triton.jit
-def _load(X, stride, start, num_rows, d: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """ROWS rows of X from row `start`, with zeros after the last row and after column d."""
-    row, column = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    pointers = X + row.to(tl.int64)[:, None] * stride + column[None, :]
-    if not CHECKED and d == WIDTH:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(row < num_rows)[:, None] & (column < d)[None, :], other=0.0)
-
-
-@triton.jit
-def _store(X, stride, start, num_rows, value, d: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """The counterpart of `_load`."""
-    row, column = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    pointers = X + row.to(tl.int64)[:, None] * stride + column[None, :]
-    tl.store(pointers, value.to(X.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < d)[None, :])
-
-
-@triton.jit
-def _load_vector(x, start, num_rows, ROWS: tl.constexpr):
-    """ROWS elements of x from `start`, with zeros after the last. So rows after the last have an empty range."""
-    row = start + tl.arange(0, ROWS)
-    return tl.load(x + row, mask=row < num_rows, other=0)
-
-
-@triton.jit
-def _columns(first, end, start, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tiles of columns that a tile of rows needs. All rows see the full tiles, some rows see those at the borders.
-    Returns the first column, and the numbers of tiles on the left of the full ones, of full ones, and at borders."""
-    last = tl.minimum(start + ROWS, num_rows) - 1
-    low, high = tl.load(first + start) // COLUMNS, tl.cdiv(tl.load(end + last), COLUMNS)
-    full, full_end = tl.cdiv(tl.load(first + last), COLUMNS), tl.load(end + start) // COLUMNS
-    num_full = tl.maximum(full_end - full, 0)
-    num_left = tl.where(num_full > 0, full - low, 0)
-    return low * COLUMNS, num_left, num_full, high - low - num_full
-
-
-@triton.jit
-def _column(step, low, num_left, num_full, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """The first column of the tile of a step: a tile at the borders if MASKED, else a full one."""
-    skipped = tl.where(step < num_left, 0, num_full) if MASKED else num_left
-    return low + (step + skipped) * COLUMNS
-
-
-@triton.jit
-def _visible(first, end, start, COLUMNS: tl.constexpr):
-    """True where a row sees a column."""
-    column = (start + tl.arange(0, COLUMNS))[None, :]
-    return (first[:, None] <= column) & (column < end[:, None])
-
-
-@triton.jit
-def _dot(a, b, c):
-    """a b + c. Without "ieee", fp32 inputs would be rounded to TF32."""
-    return tl.dot(a, b, acc=c, input_precision="ieee")
-
-
-@triton.jit
-def _scores(a, b, scale, softcap: tl.constexpr):
-    """S / ln 2, without the mask; `scale` and `softcap` are divided by ln 2."""
-    S = _dot(a, tl.trans(b), None) * scale
-    if softcap > 0:
-        S = softcap * (1 - 2 / (1 + tl.exp2(S * (2 / (softcap * LN_2)))))  # tanh x = 1 - 2 / (1 + exp 2x)
-    return S
 
 
 @triton.jit
 def _forward(
     Q, K, V, O, L, first, end, q_strides, k_strides, v_strides, o_strides, range_stride, N_q, N_k, r, scale,
+    bias, bias_strides, seed, threshold: tl.constexpr,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
     """One step of the outer loop of algorithm 1: a tile of queries."""
@@ -114,84 +64,80 @@ def _forward(
     q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
     K += batch * k_strides[0] + head // r * k_strides[1]
     V += batch * v_strides[0] + head // r * v_strides[1]
-    Q_i = _load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
-    first_i, end_i = _load_vector(first, q0, N_q, B_r), _load_vector(end, q0, N_q, B_r)
-    low, num_left, num_full, num_border = _columns(first, end, q0, N_q, B_r, B_c)
+    Q_i = load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    first_i, end_i = load_vector(first, q0, N_q, B_r), load_vector(end, q0, N_q, B_r)
+    low, num_left, num_full, num_border = columns(first, end, q0, N_q, B_r, B_c)
     O_i, l_i = tl.zeros([B_r, WIDTH], tl.float32), tl.zeros([B_r], tl.float32)
     m_i = tl.full([B_r], LOWEST, tl.float32)
+    of_batch, query = batch * tl.num_programs(1) + head, (q0 + tl.arange(0, B_r))[:, None]
     for MASKED in tl.static_range(2):  # unrolled: a loop over full tiles, then one over those at the borders
         for step in range(num_border if MASKED else num_full):
-            k0 = _column(step, low, num_left, num_full, B_c, MASKED)
-            K_j = _load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
-            V_j = _load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
-            S = _scores(Q_i, K_j, scale, softcap)
+            k0 = column(step, low, num_left, num_full, B_c, MASKED)
+            K_j = load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            V_j = load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            key = (k0 + tl.arange(0, B_c))[None, :]
+            S = biased(scores(Q_i, K_j, scale, softcap), bias, bias_strides, batch, head, query, key, N_q, N_k)
             if MASKED:
-                S = tl.where(_visible(first_i, end_i, k0, B_c), S, float("-inf"))
+                S = tl.where(visible(first_i, end_i, k0, B_c), S, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(S, 1))
             P, old = tl.exp2(S - m_new[:, None]), tl.exp2(m_i - m_new)
             l_i = old * l_i + tl.sum(P, 1)
-            O_i = _dot(P.to(V_j.dtype), V_j, O_i * old[:, None])
+            P = dropped(P, seed, of_batch, query, key, threshold)
+            O_i = dot(P.to(V_j.dtype), V_j, O_i * old[:, None])
             m_i = m_new
     has_keys = l_i != 0
     l_i = tl.where(has_keys, l_i, 1.0)
     L_i = tl.where(has_keys, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
-    _store(O + batch * o_strides[0] + head * o_strides[1], o_strides[2], q0, N_q, O_i / l_i[:, None], d, WIDTH, B_r)
+    store(O + batch * o_strides[0] + head * o_strides[1], o_strides[2], q0, N_q, O_i / l_i[:, None], d, WIDTH, B_r)
     row = q0 + tl.arange(0, B_r)
     tl.store(L + (batch * tl.num_programs(1) + head) * N_q + row, L_i, mask=row < N_q)
 
 
 @triton.jit
-def _p_and_ds(S, dP, L, D, visible, softcap: tl.constexpr, MASKED: tl.constexpr):
-    """Lines 11 and 14 of algorithm 2: P and dS of a tile, or of its transpose."""
-    P = tl.exp2(S - L / LN_2)
-    if MASKED:
-        P = tl.where(visible, P, 0.0)  # L may be -inf where nothing is visible
-    dS = P * (dP - D)
-    if softcap > 0:  # the derivative of tanh is 1 - tanh^2
-        dS *= 1 - (S / softcap) * (S / softcap)
-    return P, dS
-
-
-@triton.jit
 def _dk_dv(
     Q, K, V, dO, L, D, dK, dV, first, end, q_strides, k_strides, v_strides, do_strides, dk_strides, range_stride,
-    N_q, N_k, r, scale,
+    N_q, N_k, r, scale, bias, bias_strides, seed, threshold: tl.constexpr,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
     """One step of the outer loop of algorithm 2, without dQ: a tile of keys, with the r query heads of its group.
     `first` and `end` are ranges of queries, and S, P, dP and dS are transposed: keys are rows."""
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k0, first, end = tl.program_id(0) * B_c, first + batch * range_stride, end + batch * range_stride
-    K_j = _load(K + batch * k_strides[0] + group * k_strides[1], k_strides[2], k0, N_k, d, WIDTH, B_c, True)
-    V_j = _load(V + batch * v_strides[0] + group * v_strides[1], v_strides[2], k0, N_k, d, WIDTH, B_c, True)
-    first_j, end_j = _load_vector(first, k0, N_k, B_c), _load_vector(end, k0, N_k, B_c)
-    low, num_left, num_full, num_border = _columns(first, end, k0, N_k, B_c, B_r)
+    K_j = load(K + batch * k_strides[0] + group * k_strides[1], k_strides[2], k0, N_k, d, WIDTH, B_c, True)
+    V_j = load(V + batch * v_strides[0] + group * v_strides[1], v_strides[2], k0, N_k, d, WIDTH, B_c, True)
+    first_j, end_j = load_vector(first, k0, N_k, B_c), load_vector(end, k0, N_k, B_c)
+    low, num_left, num_full, num_border = columns(first, end, k0, N_k, B_c, B_r)
+    key = (k0 + tl.arange(0, B_c))[:, None]
     dK_j, dV_j = tl.zeros([B_c, WIDTH], tl.float32), tl.zeros([B_c, WIDTH], tl.float32)
     for member in range(r):
         head = group * r + member
         Q_h = Q + batch * q_strides[0] + head * q_strides[1]
         dO_h = dO + batch * do_strides[0] + head * do_strides[1]
-        vector = (batch * tl.num_programs(1) * r + head) * N_q
+        of_batch = batch * tl.num_programs(1) * r + head
+        vector = of_batch * N_q
         for MASKED in tl.static_range(2):
             for step in range(num_border if MASKED else num_full):
-                q0 = _column(step, low, num_left, num_full, B_r, MASKED)
-                Q_i = _load(Q_h, q_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
-                dO_i = _load(dO_h, do_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
-                L_i, D_i = _load_vector(L + vector, q0, N_q, B_r), _load_vector(D + vector, q0, N_q, B_r)
-                S, dP = _scores(K_j, Q_i, scale, softcap), _dot(V_j, tl.trans(dO_i), None)
-                visible = _visible(first_j, end_j, q0, B_r)
-                P, dS = _p_and_ds(S, dP, L_i[None, :], D_i[None, :], visible, softcap, MASKED)
-                dV_j = _dot(P.to(dO_i.dtype), dO_i, dV_j)
-                dK_j = _dot(dS.to(Q_i.dtype), Q_i, dK_j)
+                q0 = column(step, low, num_left, num_full, B_r, MASKED)
+                Q_i = load(Q_h, q_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
+                dO_i = load(dO_h, do_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
+                L_i, D_i = load_vector(L + vector, q0, N_q, B_r), load_vector(D + vector, q0, N_q, B_r)
+                S, dP = scores(K_j, Q_i, scale, softcap), dot(V_j, tl.trans(dO_i), None)
+                query = (q0 + tl.arange(0, B_r))[None, :]
+                biased_S = biased(S, bias, bias_strides, batch, head, query, key, N_q, N_k)
+                dP, seen = dropped(dP, seed, of_batch, query, key, threshold), visible(first_j, end_j, q0, B_r)
+                P, dS = p_and_ds(S, biased_S, dP, L_i[None, :], D_i[None, :], seen, softcap, MASKED)
+                P = dropped(P, seed, of_batch, query, key, threshold)
+                dV_j = dot(P.to(dO_i.dtype), dO_i, dV_j)
+                dK_j = dot(dS.to(Q_i.dtype), Q_i, dK_j)
     at = batch * dk_strides[0] + group * dk_strides[1]
-    _store(dK + at, dk_strides[2], k0, N_k, dK_j * (scale * LN_2), d, WIDTH, B_c)
-    _store(dV + at, dk_strides[2], k0, N_k, dV_j, d, WIDTH, B_c)
+    store(dK + at, dk_strides[2], k0, N_k, dK_j * (scale * LN_2), d, WIDTH, B_c)
+    store(dV + at, dk_strides[2], k0, N_k, dV_j, d, WIDTH, B_c)
 
 
 @triton.jit
 def _dq(
     Q, K, V, dO, L, D, dQ, first, end, q_strides, k_strides, v_strides, do_strides, dq_strides, range_stride,
-    N_q, N_k, r, scale,
+    N_q, N_k, r, scale, bias, bias_strides, seed, threshold: tl.constexpr,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
     """dQ of algorithm 2, for a tile of queries. The paper adds to dQ in memory; this computes S and dP once more."""
@@ -200,24 +146,68 @@ def _dq(
     q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
     K += batch * k_strides[0] + head // r * k_strides[1]
     V += batch * v_strides[0] + head // r * v_strides[1]
-    Q_i = _load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
-    dO_i = _load(dO + batch * do_strides[0] + head * do_strides[1], do_strides[2], q0, N_q, d, WIDTH, B_r, True)
-    vector = (batch * tl.num_programs(1) + head) * N_q
-    L_i, D_i = _load_vector(L + vector, q0, N_q, B_r), _load_vector(D + vector, q0, N_q, B_r)
-    first_i, end_i = _load_vector(first, q0, N_q, B_r), _load_vector(end, q0, N_q, B_r)
-    low, num_left, num_full, num_border = _columns(first, end, q0, N_q, B_r, B_c)
+    Q_i = load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    dO_i = load(dO + batch * do_strides[0] + head * do_strides[1], do_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    of_batch, query = batch * tl.num_programs(1) + head, (q0 + tl.arange(0, B_r))[:, None]
+    vector = of_batch * N_q
+    L_i, D_i = load_vector(L + vector, q0, N_q, B_r), load_vector(D + vector, q0, N_q, B_r)
+    first_i, end_i = load_vector(first, q0, N_q, B_r), load_vector(end, q0, N_q, B_r)
+    low, num_left, num_full, num_border = columns(first, end, q0, N_q, B_r, B_c)
     dQ_i = tl.zeros([B_r, WIDTH], tl.float32)
     for MASKED in tl.static_range(2):
         for step in range(num_border if MASKED else num_full):
-            k0 = _column(step, low, num_left, num_full, B_c, MASKED)
-            K_j = _load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
-            V_j = _load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
-            S, dP = _scores(Q_i, K_j, scale, softcap), _dot(dO_i, tl.trans(V_j), None)
-            visible = _visible(first_i, end_i, k0, B_c)
-            _, dS = _p_and_ds(S, dP, L_i[:, None], D_i[:, None], visible, softcap, MASKED)
-            dQ_i = _dot(dS.to(K_j.dtype), K_j, dQ_i)
+            k0 = column(step, low, num_left, num_full, B_c, MASKED)
+            K_j = load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            V_j = load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            S, dP = scores(Q_i, K_j, scale, softcap), dot(dO_i, tl.trans(V_j), None)
+            key = (k0 + tl.arange(0, B_c))[None, :]
+            biased_S = biased(S, bias, bias_strides, batch, head, query, key, N_q, N_k)
+            dP, seen = dropped(dP, seed, of_batch, query, key, threshold), visible(first_i, end_i, k0, B_c)
+            _, dS = p_and_ds(S, biased_S, dP, L_i[:, None], D_i[:, None], seen, softcap, MASKED)
+            dQ_i = dot(dS.to(K_j.dtype), K_j, dQ_i)
     at = batch * dq_strides[0] + head * dq_strides[1]
-    _store(dQ + at, dq_strides[2], q0, N_q, dQ_i * (scale * LN_2), d, WIDTH, B_r)
+    store(dQ + at, dq_strides[2], q0, N_q, dQ_i * (scale * LN_2), d, WIDTH, B_r)
+
+
+@triton.jit
+def _dbias(
+    Q, K, V, dO, L, D, dB, first, end, q_strides, k_strides, v_strides, do_strides, range_stride,
+    N_q, N_k, r, scale, bias, bias_strides, seed, threshold: tl.constexpr,
+    softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
+    num_heads, sums_heads, sums_tiles, num_tiles, SHARED: tl.constexpr,
+):  # fmt: skip
+    """dS summed over the rows of the batch, heads and queries that share a bias, for a tile of the bias: keys, and
+    queries unless the bias is SHARED by all of them. It has `num_heads`. Of `num_tiles` that a program sums, each row
+    of the batch has `sums_heads` heads times `sums_tiles` tiles of queries."""
+    k0, owner = tl.program_id(0) * B_c, tl.program_id(2).to(tl.int64)
+    key, dB_i = (k0 + tl.arange(0, B_c))[None, :], tl.zeros([B_r, B_c], tl.float32)
+    for step in range(num_tiles):
+        batch = owner // num_heads + step // (sums_heads * sums_tiles)
+        head = owner % num_heads + step // sums_tiles % sums_heads
+        q0 = (tl.program_id(1) + step % sums_tiles) * B_r
+        first_b, end_b, last = first + batch * range_stride, end + batch * range_stride, tl.minimum(q0 + B_r, N_q) - 1
+        if (tl.load(first_b + q0) < k0 + B_c) & (tl.load(end_b + last) > k0):  # else all pairs are hidden
+            Q_h = Q + batch * q_strides[0] + head * q_strides[1]
+            dO_h = dO + batch * do_strides[0] + head * do_strides[1]
+            K_h = K + batch * k_strides[0] + head // r * k_strides[1]
+            V_h = V + batch * v_strides[0] + head // r * v_strides[1]
+            Q_i = load(Q_h, q_strides[2], q0, N_q, d, WIDTH, B_r, True)
+            dO_i = load(dO_h, do_strides[2], q0, N_q, d, WIDTH, B_r, True)
+            S = scores(Q_i, load(K_h, k_strides[2], k0, N_k, d, WIDTH, B_c, True), scale, softcap)
+            dP = dot(dO_i, tl.trans(load(V_h, v_strides[2], k0, N_k, d, WIDTH, B_c, True)), None)
+            of_batch, query = batch * num_heads * sums_heads + head, (q0 + tl.arange(0, B_r))[:, None]
+            L_i = load_vector(L + of_batch * N_q, q0, N_q, B_r)[:, None]
+            D_i = load_vector(D + of_batch * N_q, q0, N_q, B_r)[:, None]
+            biased_S = biased(S, bias, bias_strides, batch, head, query, key, N_q, N_k)
+            dP = dropped(dP, seed, of_batch, query, key, threshold)
+            seen = visible(load_vector(first_b, q0, N_q, B_r), load_vector(end_b, q0, N_q, B_r), k0, B_c)
+            _, dS = p_and_ds(S, biased_S, dP, L_i, D_i, seen, 0, True)  # 0: the bias is added after the softcap
+            dB_i += dS
+    if SHARED:
+        tl.store(dB + owner * N_k + key, tl.sum(dB_i, 0)[None, :], mask=key < N_k)
+    else:
+        query = (tl.program_id(1) * B_r + tl.arange(0, B_r))[:, None]
+        tl.store(dB + (owner * N_q + query) * N_k + key, dB_i, mask=(query < N_q) & (key < N_k))
 
 
 class Tiles(NamedTuple):
@@ -239,6 +229,12 @@ TILES = {
     (4, 128): (Tiles(32, 16, 4, 2), Tiles(16, 32, 8, 2), Tiles(32, 16, 4, 1)),
     (4, 256): (Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
+# The loop loads tiles of a bias ahead too, in fp32 if that is its dtype.
+TILES_WITH_BIAS = TILES | {
+    (2, 64): (Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+    (2, 128): (Tiles(64, 64, 4, 2), Tiles(16, 128, 8, 2), Tiles(64, 32, 4, 2)),
+    (2, 256): (Tiles(64, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)),
+}
 
 
 class _Call(NamedTuple):
@@ -248,43 +244,67 @@ class _Call(NamedTuple):
     scale: float
     softcap: float
     tiles: tuple[Tiles, Tiles, Tiles]  # of _forward, _dk_dv and _dq
+    threshold: int = 0  # dropout * 2**32
+    seed: Tensor | None = None  # of dropout; on the GPU, which the host need not wait for
 
-    def launch(self, kernel: Any, tiles: Tiles, grid: tuple, ranges: KeyRanges, tensors: tuple, strided: tuple) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        tiles: Tiles,
+        grid: tuple,
+        ranges: KeyRanges,
+        tensors: tuple,
+        strided: tuple,
+        bias: Tensor | None,
+        *more: int,
+    ) -> None:
         """Start a program for each element of `grid`. `tensors` begin with Q and K; `strided` are in kernel order."""
-        (_, n, N_q, d), (_, g, N_k, _) = tensors[0].shape, tensors[1].shape
+        (b, n, N_q, d), (_, g, N_k, _) = tensors[0].shape, tensors[1].shape
         strides, range_stride = [x.stride()[:3] for x in strided], ranges.first.stride(0) * (len(ranges.first) > 1)
-        numbers = range_stride, N_q, N_k, n // g, self.scale / log(2), self.softcap / log(2), d
-        widths = triton.next_power_of_2(d), tiles.B_r, tiles.B_c
+        numbers = range_stride, N_q, N_k, n // g, self.scale / log(2)
+        added = bias, None if bias is None else bias.expand(b, n, N_q, N_k).stride()  # 0 where it is broadcast
+        constants = self.threshold, self.softcap / log(2), d, triton.next_power_of_2(d), tiles.B_r, tiles.B_c
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
-        kernel[grid](*tensors, *ranges, *strides, *numbers, *widths, **options)
+        kernel[grid](*tensors, *ranges, *strides, *numbers, *added, self.seed, *constants, *more, **options)
 
 
 class FlashAttention(torch.autograd.Function):
     """Output and log-sum-exp; the second has no gradient."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
         """Algorithm 1."""
         Q, K, V = (_with_plain_rows(x) for x in (query, key, value))
         (b, n, N_q, _), tiles = Q.shape, call.tiles[0]
         O, L = _new(Q), Q.new_empty(b, n, N_q, dtype=torch.float32)
         grid, ranges = (triton.cdiv(N_q, tiles.B_r), n, b), call.mask.ranges(N_q, K.shape[2], Q.device)
-        call.launch(_forward, tiles, grid, ranges, (Q, K, V, O, L), (Q, K, V, O))
+        call.launch(_forward, tiles, grid, ranges, (Q, K, V, O, L), (Q, K, V, O), bias)
         ctx.call = call
-        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.save_for_backward(Q, K, V, O, L, bias)
         ctx.mark_non_differentiable(L)
         return O, L
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_backward(ctx.call, grad, *ctx.saved_tensors), None
+        return *_backward(ctx.call, grad, *ctx.saved_tensors, has_dbias=ctx.needs_input_grad[3]), None
 
 
 def _backward(
-    call: _Call, grad: Tensor, Q: Tensor, K: Tensor, V: Tensor, O: Tensor, L: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2."""
+    call: _Call,
+    grad: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,
+    L: Tensor,
+    bias: Tensor | None,
+    *,
+    has_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Algorithm 2; gradients of query, key, value and bias."""
     (b, n, N_q, _), (_, g, N_k, _) = Q.shape, K.shape
     dO, dQ, dK, dV = _with_plain_rows(grad), _new(Q), _new(K), _new(K)
     D = (dO.float() * O).sum(-1).contiguous()
@@ -293,9 +313,18 @@ def _backward(
     ranges = call.mask.ranges(N_q, N_k, Q.device)
     grid = triton.cdiv(N_k, tiles_dk_dv.B_c), g, b
     of_keys = call.mask.cached("ranges of keys", (N_q, N_k, Q.device), lambda: _transposed(ranges, N_k))
-    call.launch(_dk_dv, tiles_dk_dv, grid, of_keys, (*inputs, dK, dV), (*strided, dK))
-    call.launch(_dq, tiles_dq, (triton.cdiv(N_q, tiles_dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
-    return dQ, dK, dV
+    call.launch(_dk_dv, tiles_dk_dv, grid, of_keys, (*inputs, dK, dV), (*strided, dK), bias)
+    rows = triton.cdiv(N_q, tiles_dq.B_r)
+    call.launch(_dq, tiles_dq, (rows, n, b), ranges, (*inputs, dQ), (*strided, dQ), bias)
+    if bias is None or not has_dbias:
+        return dQ, dK, dV, None
+    dB = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    bias_b, bias_n, bias_q, _ = bias.shape
+    sums_heads, sums_tiles = n // bias_n, rows if bias_q == 1 else 1
+    grid = triton.cdiv(N_k, tiles_dq.B_c), rows // sums_tiles, bias_b * bias_n
+    sums = bias_n, sums_heads, sums_tiles, b // bias_b * sums_heads * sums_tiles, bias_q == 1
+    call.launch(_dbias, tiles_dq, grid, ranges, (*inputs, dB), strided, bias, *sums)
+    return dQ, dK, dV, dB
 
 
 def _new(x: Tensor) -> Tensor:
@@ -324,17 +353,23 @@ def triton_attention(
     scale: float,
     dropout: float,
     softcap: float,
+    bias: Tensor | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as of `core_attention.Attention`, which checks them, and the tables of `config/attention.py` have the
     limits. `tiles` are B_r and B_c of all kernels, or None for those of `TILES`."""
-    assert dropout == 0
-    return FlashAttention.apply(query, key, value, _call(query, mask, scale, softcap, tiles))
+    call = _call(query, mask, scale, softcap, tiles, TILES if bias is None else TILES_WITH_BIAS)
+    if dropout:
+        seed = torch.randint(2**32, (), device=query.device)
+        call = call._replace(threshold=int(dropout * 2**32), seed=seed)
+    return FlashAttention.apply(query, key, value, bias, call)
 
 
-def _call(query: Tensor, mask: Mask, scale: float, softcap: float, tiles: tuple[int, int] | None) -> _Call:
+def _call(
+    query: Tensor, mask: Mask, scale: float, softcap: float, tiles: tuple[int, int] | None, table: dict = TILES
+) -> _Call:
     width = max(64, triton.next_power_of_2(query.shape[3]))
-    return _Call(mask, scale, softcap, TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),))
+    return _Call(mask, scale, softcap, table[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),))
 
 
 def backward_of_part(
@@ -351,4 +386,5 @@ def backward_of_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of `attention_parts.Part`."""
     Q, K, V = (_with_plain_rows(x) for x in (query, key, value))
-    return _backward(_call(query, mask, scale, softcap, None), grad, Q, K, V, out, lse.contiguous())
+    call = _call(query, mask, scale, softcap, None)
+    return _backward(call, grad, Q, K, V, out, lse.contiguous(), None, has_dbias=False)[:3]

@@ -34,7 +34,8 @@ def scores_bias(table: Tensor, config: ModelConfig, length: int, *, bidirectiona
     """
     position = torch.arange(length, device=table.device)
     rows = buckets(position[None] - position[:, None], config, bidirectional=bidirectional)
-    return F.embedding(rows, table).permute(2, 0, 1)[None]
+    # Contiguous: kernels read neighbouring keys together, and all layers share this copy.
+    return F.embedding(rows, table).permute(2, 0, 1)[None].contiguous()
 
 
 def buckets(distance: Tensor, config: ModelConfig, *, bidirectional: bool) -> Tensor:

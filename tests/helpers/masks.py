@@ -54,6 +54,21 @@ def attention_inputs(
     return [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad]
 
 
+def mixed(x: Any) -> Any:
+    """MurmurHash3's finalizer of an integer, or of integers, modulo 2**32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return x ^ (x >> 16)
+
+
+def hashed_dropout(probabilities: Tensor, dropout: float, seed: int) -> Tensor:
+    """Probabilities [b, n, s_q, s_k] after the dropout that `tiled` and `triton` draw from a seed."""
+    b, n, num_queries, num_keys = probabilities.shape
+    head, query = torch.arange(b * n).view(b, n, 1, 1), torch.arange(num_queries)[:, None]
+    hashed = mixed(mixed(mixed(head ^ seed) ^ query) ^ mixed(torch.arange(num_keys)))
+    return probabilities * (hashed >= int(dropout * 2**32)).to(probabilities) / (1 - dropout)
+
+
 def loop_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,19 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.model.core_attention import math_attention
 from megatron_lite.model.masks import Mask
 from tests.helpers.attention_parts import in_parts
 from tests.helpers.command import ROOT, environment
-from tests.helpers.masks import make_mask
+from tests.helpers.masks import hashed_dropout, make_mask
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ class Case:
     tiles: tuple[int, int] | None = (32, 32)
     layout: str = "contiguous"  # or fused, transposed, expanded
     parts: int = 0  # that compute the attention, with keys by turns; 0: one call
+    bias: tuple[int, ...] = ()  # its sizes before that of keys
+    dropout: float = 0.0
 
     def mask(self) -> Mask:
         mask = make_mask(self.kinds, batch=self.batch, length=self.length, window=self.window)
         return Mask(mask.causal, mask.window, torch.tensor(self.lengths), mask.documents) if self.lengths else mask
 
     def inputs(self) -> list[Tensor]:
-        """Query, key and value that need gradients, and a gradient of the output."""
+        """Query, key, value and a bias if there is one, which need gradients, and a gradient of the output."""
         generator = torch.Generator().manual_seed(self.length)
         num_keys, d = self.num_keys or self.length, self.head_size
         shapes = [(self.length, self.heads)] + 2 * [(num_keys, self.groups)] + [(self.length, self.heads)]
@@ -64,16 +69,29 @@ class Case:
             drawn = [x.mT.contiguous().mT for x in drawn]
         if self.layout == "contiguous":
             drawn = [x.contiguous() for x in drawn]
-        return [*(x.detach().requires_grad_() for x in drawn[:3]), drawn[3]]
+        grad = drawn.pop()
+        if self.bias:  # keys are not neighbours
+            drawn.append(torch.randn(num_keys, *self.bias, generator=generator).permute(1, 2, 3, 0).to(self.dtype))
+        return [*(x.detach().requires_grad_() for x in drawn), grad]
 
     def options(self) -> dict[str, Any]:
         return {"mask": self.mask(), "scale": self.scale or self.head_size**-0.5, "softcap": self.softcap}
 
 
 def with_gradients(attend: Any, leaves: list[Tensor], grad: Tensor, **options: Any) -> list[Tensor]:
-    """Output, log-sum-exp and the gradients of query, key and value."""
-    out, lse = attend(*leaves, **options)
+    """Output, log-sum-exp and the gradients of query, key, value and bias. Dropout has always the same seed."""
+    torch.manual_seed(0)
+    out, lse = attend(*leaves[:3], **options, **dict(zip(["bias"], leaves[3:], strict=False)))
     return [out, lse, *torch.autograd.grad(out, leaves, grad)]
+
+
+def reference(leaves: list[Tensor], grad: Tensor, **options: Any) -> list[Tensor]:
+    """The dense results in fp64, with the dropout of `triton` and `tiled`."""
+    torch.manual_seed(0)
+    seed = int(torch.randint(2**32, (), device=grad.device))
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    with patch.object(F, "dropout", lambda x, rate: hashed_dropout(x, rate, seed) if rate else x):
+        return with_gradients(math_attention, exact, grad.double(), **options)
 
 
 def skip_where_the_interpreter_fails() -> None:
@@ -124,9 +142,8 @@ def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]
             results[name] = in_parts("triton", [*leaves, grad], owner=owner, **case.options())
             continue
         try:
-            results[name] = with_gradients(
-                triton_attention, leaves, grad, dropout=0.0, tiles=case.tiles, **case.options()
-            )
+            options = case.options() | {"dropout": case.dropout, "tiles": case.tiles}
+            results[name] = with_gradients(triton_attention, leaves, grad, **options)
         except ConfigError as error:
             results[name] = str(error)
     return results
@@ -170,7 +187,7 @@ def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
     case = Case(**work)
     *leaves, grad = case.inputs()
     with compile_kernels() as results:
-        with_gradients(flash_triton.triton_attention, leaves, grad, dropout=0.0, **case.options())
+        with_gradients(flash_triton.triton_attention, leaves, grad, dropout=case.dropout, **case.options())
     return results
 
 

@@ -22,7 +22,7 @@ from megatron_lite.model.flash_tiled import (
 )
 from megatron_lite.model.masks import CAUSAL, Mask
 from tests.helpers.command import ROOT
-from tests.helpers.masks import attention_inputs, make_mask, masks_and_sizes
+from tests.helpers.masks import attention_inputs, hashed_dropout, make_mask, masks_and_sizes, mixed
 
 VERSIONS = {1: tiled_attention_v1, 2: tiled_attention}
 FULL = Mask(causal=False)
@@ -30,22 +30,22 @@ QUIET = {"dropout": 0.0, "softcap": 0.0}
 CPU = torch.device("cpu")
 
 
-def dense_attention(query, key, value, *, mask, scale, softcap, kept=1.0):
+def dense_attention(query, key, value, *, mask, scale, softcap, kept=1.0, bias=0.0):
     """All scores at once. `kept` is the factor of each probability that dropout draws."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = scale * query @ key.mT
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     visible = mask.dense(query.shape[2], key.shape[2], CPU)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = (scores + bias).masked_fill(~visible, -torch.inf)
     empty = ~visible.any(dim=-1, keepdim=True)
     probabilities = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
     return (probabilities * kept) @ value, scores.logsumexp(dim=-1).detach()
 
 
 def with_gradients(attend, leaves, grad, **options):
-    """Output, log-sum-exp and the gradients of query, key and value."""
-    out, lse = attend(*leaves, **options)
+    """Output, log-sum-exp and the gradients of query, key, value and, where there is one, the bias."""
+    out, lse = attend(*leaves[:3], **options, **dict(zip(["bias"], leaves[3:], strict=False)))
     return out, lse, *torch.autograd.grad(out, leaves, grad)
 
 
@@ -164,13 +164,6 @@ def test_the_kept_probabilities_do_not_depend_on_version_and_tiles():
     assert not torch.equal(kept_factors(tiled_attention, rows=256, seed=6) > 0.5, want)
 
 
-def mixed(x):
-    """MurmurHash3's finalizer of a Python integer, modulo 2**32."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-    return x ^ (x >> 16)
-
-
 def test_the_kept_probabilities_are_those_of_the_hash_in_integers():
     """Another hash would change runs with dropout when they resume under a new version, or on another device."""
     kept = kept_factors(tiled_attention, rows=16, seed=3, batch=2) > 0.5
@@ -213,6 +206,37 @@ def test_with_dropout_results_are_those_of_the_reference_with_the_same_kept_matr
     out, lse = VERSIONS[version](*leaves, dropout=0.3, fast_bytes=1, **options)
     torch.rand(3)
     assert_close((out, lse, *torch.autograd.grad(out, leaves, grad)), want, rtol=0, atol=1e-10)
+
+
+def biases(*sizes, dtype=torch.float64):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(3), dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kinds", [(), ("causal", "window"), ("lengths",), ("causal", "documents")])
+@pytest.mark.parametrize("sizes", [(2, 4, 45), (1, 4, 45), (2, 1, 1), (1, 4, 1), (1, 1, 1)])
+def test_a_bias_and_its_gradient_are_those_of_the_reference(version, kinds, sizes):
+    """Of rows, heads and queries that share a bias, a tile that is not added would train a wrong table."""
+    length, mask = 45, make_mask(kinds, batch=2, length=45)
+    *leaves, grad = attention_inputs(2, length, 2, 8, seed=0, dtype=torch.float64)
+    leaves.append(biases(*sizes, length))
+    options = {"mask": mask, "scale": 0.3, "softcap": 2.0}
+    got = with_gradients(VERSIONS[version], leaves, grad, dropout=0.0, fast_bytes=1, **options)
+    assert_close(got, with_gradients(dense_attention, leaves, grad, **options), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_bias_has_fewer_queries_than_keys_and_dropout(version):
+    """Cross attention; and P, which dropout changes, is not the one of the gradient of a bias."""
+    query, _, _, grad = attention_inputs(2, 37, 4, 8, seed=0, dtype=torch.float64)
+    _, key, value, _ = attention_inputs(2, 80, 2, 8, seed=1, dtype=torch.float64)
+    leaves, options = [query, key, value, biases(1, 4, 37, 80)], {"mask": FULL, "scale": 0.3}
+    torch.manual_seed(4)
+    got = with_gradients(VERSIONS[version], leaves, grad, fast_bytes=1, dropout=0.3, softcap=0.0, **options)
+    torch.manual_seed(4)
+    kept = hashed_dropout(torch.ones(2, 4, 37, 80, dtype=torch.float64), 0.3, int(torch.randint(2**32, ())))
+    want = with_gradients(dense_attention, leaves, grad, softcap=0.0, kept=kept, **options)
+    assert_close(got, want, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -365,8 +389,12 @@ def test_only_the_reference_allocates_all_scores(attend):
         with_gradients(attend, leaves, grad, **options)
     if attend is dense_attention:
         assert seen.largest == 600 * 600
-    else:
-        assert seen.largest == 600 * 8
+        return
+    assert seen.largest == 600 * 8
+    *leaves, grad = attention_inputs(3, 600, 1, 8, seed=0, dtype=torch.float32, heads=1)
+    with LargestTensor() as seen:
+        with_gradients(attend, [*leaves, biases(1, 1, 600, 600)], grad, **options | {"mask": CAUSAL})
+    assert seen.largest == 600 * 600  # of the bias, which the three rows share
 
 
 def test_the_picture_of_tiles_is_drawn(tmp_path):

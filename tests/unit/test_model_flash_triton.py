@@ -10,9 +10,15 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.model.core_attention import math_attention
 from megatron_lite.model.flash_tiled import tiled_attention
-from tests.helpers.triton_cases import Case, compiled, interpreted, skip_where_the_interpreter_fails, with_gradients
+from tests.helpers.triton_cases import (
+    Case,
+    compiled,
+    interpreted,
+    reference,
+    skip_where_the_interpreter_fails,
+    with_gradients,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -54,10 +60,25 @@ PARTS = {
     "causal in 2 parts": Case(heads=4, groups=2, parts=2),
     "documents and a window in 3 parts": Case(("causal", "window", "documents"), batch=2, softcap=1.5, parts=3),
 }
-FP32 = MASKS | SHAPES | LAYOUTS | SOFTCAPS | PARTS
+BIASES = {
+    "a bias for all rows": Case(heads=4, groups=2, batch=2, bias=(1, 4, 70)),
+    "a bias for each row": Case(("lengths",), batch=2, heads=2, bias=(2, 2, 70), lengths=(70, 33)),
+    "a vector for each row": Case(("causal", "window"), batch=2, heads=2, softcap=1.5, bias=(2, 1, 1)),
+    "a vector for each head": Case(("causal", "documents"), batch=2, heads=4, groups=2, bias=(1, 4, 1)),
+    "a bias of fewer queries": Case((), length=37, num_keys=100, heads=2, bias=(1, 2, 37)),
+}
+DROPOUTS = {
+    "dropout": Case(heads=4, groups=2, batch=2, dropout=0.3),
+    "dropout of fewer queries": Case((), length=37, num_keys=100, heads=2, dropout=0.6, tiles=(16, 64)),
+    "dropout and a bias": replace(MASKS["all conditions"], softcap=1.5, dropout=0.1, bias=(1, 2, 70), tiles=(64, 16)),
+}
+FP32 = MASKS | SHAPES | LAYOUTS | SOFTCAPS | PARTS | BIASES | DROPOUTS
 FP16 = {
     f"{name} fp16": replace(FP32[name], dtype=torch.float16)
-    for name in ("causal", "all conditions", "2 groups of 2 heads", "head size 80", "head size 256", "softcap")
+    for name in (
+        *("causal", "all conditions", "2 groups of 2 heads", "head size 80", "head size 256", "softcap"),
+        "dropout and a bias",
+    )
 } | {"tiles of the table fp16": Case(length=300, head_size=128, tiles=None, dtype=torch.float16)}
 OTHERS = {
     "causal again": FP32["causal"],
@@ -97,17 +118,19 @@ def results(tmp_path_factory):
     return Results(tmp_path_factory.mktemp)
 
 
-def reference(case):
-    """The dense results in fp64."""
+def reference_of(case):
     *leaves, grad = case.inputs()
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    return with_gradients(math_attention, exact, grad.double(), dropout=0.0, **case.options())
+    return reference(leaves, grad, dropout=case.dropout, **case.options())
 
 
 @pytest.mark.parametrize("name", named(FP32))
 def test_the_kernels_give_the_dense_result(results, name):
-    """Output, log-sum-exp and gradients. Sums of up to 150 or 512 terms of order 1 round by 2e-6 in fp32."""
-    got, want = results[name], reference(FP32[name])
+    """Output, log-sum-exp and gradients. Sums of up to 150 or 512 terms of order 1 round by 2e-6 in fp32.
+
+    Gradients of a bias are sums over rows, heads and queries. Another dropout in backward, or one before the sum l,
+    would change gradients by tenths.
+    """
+    got, want = results[name], reference_of(FP32[name])
     assert all(x.dtype == torch.float32 for x in got)
     assert_close([x.double() for x in got], want, rtol=0, atol=1e-5)
 
@@ -116,18 +139,21 @@ def test_the_kernels_give_the_dense_result(results, name):
 def test_fp16_results_are_the_exact_ones_rounded(results, name):
     """Kernels round P or dS, O, which enters D, and the results, each by half an eps of its size. With sums in fp16,
     errors would grow with the number of tiles. The log-sum-exp has no rounding to fp16."""
-    got, want = results[name], reference(FP16[name])
-    assert [x.dtype for x in got] == [torch.float16, torch.float32, *3 * [torch.float16]]
+    got, want = results[name], reference_of(FP16[name])
+    assert [x.dtype for x in got] == [torch.float16, torch.float32, *(len(got) - 2) * [torch.float16]]
     assert_close(got[1].double(), want[1], rtol=0, atol=1e-5)
     for ours, exact in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
         assert_close(ours.double(), exact, rtol=0, atol=1.5 * 2**-10 * exact.abs().max().item())
 
 
-@pytest.mark.parametrize("name", ["causal", "all conditions", "2 groups of 2 heads", "more queries", "softcap"])
+@pytest.mark.parametrize(
+    "name", ["causal", "all conditions", "2 groups of 2 heads", "more queries", "softcap", *DROPOUTS]
+)
 def test_the_kernels_and_the_tiled_loops_agree(results, name):
-    """They are the same algorithm twice; a reader may compare them line by line."""
+    """They are the same algorithm twice; a reader may compare them line by line. A seed keeps the same probabilities,
+    in tiles of any size."""
     *leaves, grad = FP32[name].inputs()
-    want = with_gradients(tiled_attention, leaves, grad, dropout=0.0, **FP32[name].options())
+    want = with_gradients(tiled_attention, leaves, grad, dropout=FP32[name].dropout, **FP32[name].options())
     assert_close(results[name], want, rtol=0, atol=1e-5)
 
 
@@ -154,7 +180,7 @@ def test_large_scores_do_not_overflow(results):
     """exp(88) is the largest in fp32, so the maximum must be subtracted, also when it changes between tiles."""
     out, lse, *gradients = results["large scores"]
     assert lse.max() > 500 and all(x.isfinite().all() for x in (out, lse, *gradients))
-    want = reference(OTHERS["large scores"])
+    want = reference_of(OTHERS["large scores"])
     assert_close(lse.double(), want[1], rtol=1e-6, atol=0)
     assert_close(out.double(), want[0], rtol=0, atol=1e-2)  # scores of 5,000 are rounded by 2e-4, and so is log P
 
@@ -173,11 +199,12 @@ def test_a_missing_triton_is_an_error_of_the_config(monkeypatch):
         import_module("megatron_lite.model.flash_triton")
 
 
-def test_the_kernels_compile_for_an_h100(tmp_path):
+@pytest.mark.parametrize("bias", [(), (1, 4, 64)])
+def test_the_kernels_compile_for_an_h100(tmp_path, bias):
     """The interpreter accepts Python that the compiler does not. More shared memory would not fit on smaller GPUs."""
     case = Case(length=64, head_size=128, heads=4, groups=2, dtype=torch.bfloat16, layout="fused")
-    kernels = compiled(case, tmp_path)
-    assert sorted(kernels) == ["_dk_dv", "_dq", "_forward"]
+    kernels = compiled(replace(case, bias=bias, dropout=0.1 if bias else 0.0, tiles=None), tmp_path)
+    assert sorted(kernels) == ["_dbias"] * bool(bias) + ["_dk_dv", "_dq", "_forward"]
     for shared, ptx in kernels.values():
         assert 0 < shared <= 99 * 1024
         assert "wgmma.mma_async" in ptx  # the products run on tensor cores
