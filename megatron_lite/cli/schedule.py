@@ -15,11 +15,14 @@ MAX_PASSES = 200_000  # takes seconds to draw
 
 
 def schedule(
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="A value of parallel.schedule, or forward-only.")],
-    pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Number of pipeline ranks.")],
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="A value of parallel.schedule, or forward-only.")
+    ] = "",
+    pp: Annotated[int | None, typer.Option("--pp", min=1, metavar="N", help="Number of pipeline ranks.")] = None,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", min=1, metavar="N", help="Number of micro-batches per optimizer step.")
-    ],
+        int | None,
+        typer.Option("--microbatches", min=1, metavar="N", help="Number of micro-batches per optimizer step."),
+    ] = None,
     chunks: Annotated[
         int | None,
         typer.Option(
@@ -40,9 +43,28 @@ def schedule(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Also write a .png or .svg picture.")
     ] = None,
+    ring: Annotated[
+        int | None,
+        typer.Option("--ring", min=2, max=64, metavar="N", help="Draw a ring all-reduce of N ranks instead."),
+    ] = None,
+    tree: Annotated[
+        int | None,
+        typer.Option("--tree", min=2, max=64, metavar="N", help="Draw a tree all-reduce of N ranks instead."),
+    ] = None,
 ) -> None:
-    """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank."""
+    """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank; or draw the
+    messages of an all-reduce, and the chunks that each rank has after each step."""
     from megatron_lite.cli.picture import draw, picture_at, save_picture
+
+    if num_ranks := ring or tree:
+        if name or pp or microbatches or chunks or cost != COSTS or (ring and tree):
+            raise ConfigError("--ring N and --tree N draw an all-reduce, alone or with --out; leave out the others")
+        draw_messages("ring" if ring else "tree", num_ranks, out)
+        return
+    if not (name and pp and microbatches):
+        options = {"--name": name, "--pp": pp, "--microbatches": microbatches}
+        missing = ", ".join(option for option, value in options.items() if not value)
+        raise ConfigError(f"missing: {missing}; give --name, --pp and --microbatches, or --ring N, or --tree N")
     from megatron_lite.pipeline.schedules import build_schedule
     from megatron_lite.pipeline.simulate import timeline
     from megatron_lite.plan.bubbles import idle_share, peak_live
@@ -79,6 +101,24 @@ def schedule(
     typer.echo(f"length {length:g} at {' '.join(f'{op}={durations[op]:g}' for op in used)}")
     typer.echo(f"peak activations {' '.join(map(str, peak_live(order)))} ({unit}, from rank 0 on)")
     if out is not None:
+        typer.echo(f"picture in {out}")
+
+
+def draw_messages(kind: str, num_ranks: int, out: Path | None) -> None:
+    """Draw the steps of `parallel.ddp: ring_all_reduce` or `tree_all_reduce`."""
+    from megatron_lite.cli import chunks
+    from megatron_lite.cli.picture import picture_at
+    from megatron_lite.engines.moves import ALGORITHMS, num_chunks
+
+    picture = picture_at(out) if out is not None else None
+    steps = ALGORITHMS[f"{kind}_all_reduce"](num_ranks)
+    typer.echo(chunks.draw(steps, num_ranks))
+    sent = [sum(move.source == rank for moves in steps for move in moves) for rank in range(num_ranks)]
+    of_chunk = f"{max(sent)}/{num_chunks(steps)} of the tensor"
+    typer.echo(f"\n{len(steps)} steps; the busiest rank sends {of_chunk}")
+    if picture is not None:
+        title = f"{kind} all-reduce of {num_ranks} ranks: how many ranks' values each copy of a chunk has"
+        chunks.save_picture(picture, steps, num_ranks, title=title)
         typer.echo(f"picture in {out}")
 
 

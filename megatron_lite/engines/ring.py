@@ -4,9 +4,9 @@
 backend and its version do.
 
 A bucket's first message starts when its last gradient has arrived, and its later steps run during backward:
-- On a CPU a thread runs the steps. Gloo completes a message only inside `wait`, so without a thread a step would wait
+- With Gloo a thread runs the steps: Gloo completes a message only inside `wait`, so without a thread a step would wait
   for the next hook. A thread for each bucket begins when the bucket before it is summed.
-- On a GPU the steps of a bucket are queued at once, in a stream of their own. The host waits for none of them.
+- With NCCL the steps of a bucket are queued at once, in a stream of their own. The host waits for none of them.
 
 So the messages between two ranks have one order, that of the buckets, and need no tags. The messages of a step are one
 batch: NCCL starts the send and the receive of a rank together, so a ring does not deadlock. The group is a duplicate,

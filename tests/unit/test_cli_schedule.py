@@ -107,6 +107,8 @@ def test_the_title_of_a_picture_has_the_name_and_the_bubble(command, tmp_path, m
         ),
         (["--name", "1f1b", "--out", "/dev/null/a.png"], 1, "/dev/null/a.png: cannot be written: "),
         (["--name", "1f1b", "--pp", "0"], 2, "'--pp'"),
+        (["--ring", "4"], 2, "--ring N and --tree N draw an all-reduce, alone or with --out; leave out the others"),
+        (["--name", ""], 2, "missing: --name; give --name, --pp and --microbatches, or --ring N, or --tree N"),
         (["--name", "1f1b", "--chunks", "0"], 2, "'--chunks'"),
     ],
 )
@@ -115,6 +117,22 @@ def test_wrong_options_are_reported_and_nothing_is_drawn(command, arguments, cod
     ended, out, error = command(*given)
     assert (ended, out) == (code, "")
     assert message in error
+
+
+def test_a_ring_is_drawn_by_the_messages_that_it_runs(command, tmp_path):
+    """After N - 1 steps each rank has one chunk of all ranks, after N - 1 more all chunks; a wrong chunk shows here."""
+    code, out, _ = command("--ring", "3", "--out", str(tmp_path / "ring.png"))
+    assert code == 0
+    assert out.splitlines()[:5] == [
+        "step 0  start | 1  1  1  | 1  1  1  | 1  1  1  |",
+        "step 1  add   | 1  1  2* | 2* 1  1  | 1  2* 1  |",
+        "step 2  add   | 1  3* 2  | 2  1  3* | 3* 2  1  |",
+        "step 3  copy  | 3* 3  2  | 2  3* 3  | 3  2  3* |",
+        "step 4  copy  | 3  3  3* | 3* 3  3  | 3  3* 3  |",
+    ]
+    assert "4 steps; the busiest rank sends 4/3 of the tensor" in out
+    assert (tmp_path / "ring.png").stat().st_size > 10_000
+    assert "4 steps; the busiest rank sends 3/1 of the tensor" in command("--tree", "5")[1]
 
 
 def test_the_command_loads_no_torch_and_matplotlib_only_for_a_picture(tmp_path):
