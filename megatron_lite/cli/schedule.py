@@ -54,8 +54,6 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank; or draw the
     messages of an all-reduce, and the chunks that each rank has after each step."""
-    from megatron_lite.cli.picture import draw, picture_at, save_picture
-
     if num_ranks := ring or tree:
         if name or pp or microbatches or chunks or cost != COSTS or (ring and tree):
             raise ConfigError("--ring N and --tree N draw an all-reduce, alone or with --out; leave out the others")
@@ -65,6 +63,13 @@ def schedule(
         options = {"--name": name, "--pp": pp, "--microbatches": microbatches}
         missing = ", ".join(option for option, value in options.items() if not value)
         raise ConfigError(f"missing: {missing}; give --name, --pp and --microbatches, or --ring N, or --tree N")
+    num_chunks = chunks or (2 if name == "interleaved" else 1)
+    draw_schedule(name, pp, microbatches, num_chunks, cost, out)
+
+
+def draw_schedule(name: str, pp: int, microbatches: int, num_chunks: int, cost: str, out: Path | None) -> None:
+    """Draw a pipeline schedule of passes that take the times of `cost`."""
+    from megatron_lite.cli.picture import draw, picture_at, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
     from megatron_lite.pipeline.simulate import timeline
     from megatron_lite.plan.bubbles import idle_share, peak_live
@@ -75,7 +80,6 @@ def schedule(
     def duration(action: "Action", rank: int) -> float:
         return durations[action.op]
 
-    num_chunks = chunks or (2 if name == "interleaved" else 1)
     if pp * microbatches * num_chunks > MAX_PASSES:
         raise ConfigError(
             f"--pp {pp} --microbatches {microbatches} with {num_chunks} chunks: {pp * microbatches * num_chunks:,} "
