@@ -28,6 +28,7 @@ LAYOUTS = [
     layout(micro=2, train__recompute="full"),
     layout(micro=3, model__attention="math", train__recompute="selective"),
     layout(tensor=2),
+    layout(tensor=2, pipeline=2, micro=6, model__attention="tiled", train__recompute="selective"),
     layout(tensor=4, micro=6),
     layout(tensor=2, micro=6, sequence=True),
     layout(tensor=4, micro=4, sequence=True, train__recompute="uniform:2"),

@@ -1,7 +1,6 @@
-"""Models with `model.fusion` off and on, in a process of their own with Triton's interpreter.
+"""Trainings of tiny models with `model.attention: triton`, in a process of their own with Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when Python imports it. `fused_cases.py` has models for all kernels and takes half a
-minute; a test of a single field needs seconds.
+Triton reads TRITON_INTERPRET when Python imports it.
 """
 
 import pickle
@@ -9,21 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from tests.helpers.fused_cases import run_both
+from tests.helpers import parity
 from tests.helpers.triton_cases import skip_where_the_interpreter_fails, start
 
 
-def interpreted(models: list[dict[str, Any]], folder: Path) -> list[list[list[Tensor]]]:
-    """The results of `run_both` for the fields of each model: loss, logits and gradients, eager and by the kernels."""
+def interpreted(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """The results of `parity.train` in fp32 with the kernels."""
     skip_where_the_interpreter_fails()
-    (folder / "models.pickle").write_bytes(pickle.dumps(models))
+    (folder / "work.pickle").write_bytes(pickle.dumps((model, changes)))
     start("tests.helpers.interpreted_models", "interpret", folder)
     return pickle.loads((folder / "results.pickle").read_bytes())
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2])
-    models = pickle.loads((folder / "models.pickle").read_bytes())
-    (folder / "results.pickle").write_bytes(pickle.dumps([run_both(fields) for fields in models]))
+    model, changes = pickle.loads((folder / "work.pickle").read_bytes())
+    results = parity.train(model, "fp32", 2, model__attention="triton", **changes)
+    (folder / "results.pickle").write_bytes(pickle.dumps(results))

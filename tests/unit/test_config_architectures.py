@@ -98,8 +98,8 @@ RULES = [
     ),
     (
         1,
-        [*T5, "model.position=relative", "model.attention=tiled"],
-        "model.attention is tiled: it has no biases of scores",
+        [*T5, "model.position=relative", "model.attention=flex"],
+        "model.attention is flex: it has no biases of scores",
     ),
 ]
 

@@ -59,7 +59,7 @@ def packages(monkeypatch):
             "auto on a GPU, mask: causal; not flash: FlashAttention computes in bf16 or fp16, not in fp32",
         ),
         ({"device": "cuda", "mask": ("causal", "documents")}, [], "flex", None),
-        ({"device": "cuda", "mask": ("causal", "documents"), "dropout": 0.1}, ["triton"], "sdpa", None),
+        ({"device": "cuda", "mask": ("causal", "documents"), "dropout": 0.1}, ["triton"], "triton", None),
         ({"device": ""}, [], "sdpa", "auto, mask: causal"),
     ],
 )
@@ -89,7 +89,6 @@ def test_auto_without_any_implementation_lists_every_reason():
     [
         ("triton", {"device": "cuda"}, [], "Python cannot import triton (pip install triton)"),
         ("triton", {}, ["triton"], "it needs a GPU (TRITON_INTERPRET=1 runs it in Triton's slow interpreter)"),
-        ("triton", {"device": "cuda", "dropout": 0.1}, ["triton"], "our kernels have no dropout, and it is 0.1"),
         (
             "triton",
             {"device": "cuda", "head_size": 8},
