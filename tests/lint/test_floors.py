@@ -23,7 +23,7 @@ CORE = [
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [
-    {"architectures", "megatron_calls", "mpu", "named_functions", "targets", "tokenizer_files"},
+    {"architectures", "attentions", "megatron_calls", "mpu", "named_functions", "targets", "tokenizer_files"},
     {"engines", "observers", "stored_data"},
     {"plan"},
     {"convert", "preprocess", "generate"},
