@@ -56,7 +56,7 @@ class Program:
 
 def simulate(program: Program) -> list[Task]:
     """Give each task its start, and return them."""
-    waiting, free = list(program.tasks), {unit: 0.0 for unit in UNIT.values()}
+    waiting, free = list(program.tasks), dict.fromkeys(UNIT.values(), 0.0)
     while waiting:
         ready = [task for task in waiting if all(need.start >= 0 for need in task.needs)]
         starts = [max([free[UNIT[task.kind]], *(need.end for need in task.needs)]) for task in ready]

@@ -63,17 +63,17 @@ def box(axes: "Axes", x: float, y: float, width: float, height: float, colour: s
 def draw_products(figure: "Figure") -> None:
     """X times A, with the columns or the rows of A on two ranks."""
     first, second = figure.subplots(2, 1)
-    blank(first, "columns of A: each rank computes some columns of Y", 15, 3.1)
+    blank(first, "columns of A: each rank computes some columns of Y", 18.5, 3.1)
     matrix(first, 0, "X, on every rank", 2.4, [ALL])
     matrix(first, 4.2, "A", 4, RANKS[:2])
     matrix(first, 10, "Y = [X A0, X A1]", 4, RANKS[:2])
     signs(first, (3.3, "x"), (9.1, "="))
-    blank(second, "rows of A, and columns of X: each rank computes a part of the sum", 15, 3.1)
+    blank(second, "rows of A, and columns of X: Y is the sum of what both compute", 18.5, 3.1)
     matrix(second, 0, "X = [X0, X1]", 2.4, RANKS[:2])
     matrix(second, 4.2, "A", 4, RANKS[:2], rows=True)
-    matrix(second, 9, "X0 A0", 2.3, RANKS[:1])
-    matrix(second, 12, "X1 A1", 2.3, RANKS[1:2])
-    signs(second, (3.3, "x"), (8.6, "="), (11.65, "+"))
+    matrix(second, 9.2, "X0 A0", 4, RANKS[:1])
+    matrix(second, 14.2, "X1 A1", 4, RANKS[1:2])
+    signs(second, (3.3, "x"), (8.7, "="), (13.7, "+"))
     legend(figure, {f"rank {rank}": RANKS[rank] for rank in range(2)} | {"every rank": ALL})
 
 
@@ -147,9 +147,17 @@ def draw_loss(figure: "Figure") -> None:
         Step("loss\n[s, b]", ALL),
     ]
     lanes(first, "gather the logits", gather)
-    sums = [hidden, logits, Step("maximum"), Step("max\nb s", SUM), Step("exp, sum,\nlogit of the\nlabel")]
+    sums = [
+        hidden,
+        logits,
+        Step("maximum"),
+        Step("all-reduce\nof the max\nb s", SUM),
+        Step("exp, sum,\nlogit of the\nlabel"),
+    ]
     lanes(
-        second, "three sums of one value for each token", [*sums, Step("2 sums\nb s", SUM), Step("loss\n[s, b]", ALL)]
+        second,
+        "three all-reduces of one value for each token",
+        [*sums, Step("2 all-reduces\nof b s each", SUM), Step("loss\n[s, b]", ALL)],
     )
     legend(figure, {"rank 0": RANKS[0], "rank 1": RANKS[1], "both, the same": ALL, "communication": SUM})
 
@@ -191,7 +199,7 @@ def draw_vocabulary(figure: "Figure") -> None:
         axes.text(x + 1.5, 2, f"rank {rank}", ha="center", va="center", size=11)
         for place, token in enumerate(tokens):
             has = start <= token < end
-            box(axes, x, 3 + 1.6 * place, 3, 1.3, RANKS[rank] if has else PALE, f"row {token}" if has else "0")
+            box(axes, x, 3 + 1.6 * place, 3, 1.3, RANKS[rank] if has else PALE, f"row {token}" if has else "zeros")
     axes.text(17, 2, "on every rank", ha="center", va="center", size=11)
     for place, token in enumerate(tokens):
         axes.text(4.1, 3.65 + 1.6 * place, str(token), ha="center", va="center", size=11)
@@ -256,10 +264,10 @@ def timeline(axes: "Axes", title: str, events: list[Event]) -> None:
 
 
 def draw_server(figure: "Figure") -> None:
-    """The bytes on the busiest link for a gradient of 1 GB."""
+    """The bytes on the busiest link, in one direction, for a gradient of 1 GB."""
     counts = [2**power for power in range(1, 11)]
     axes = figure.subplots()
-    axes.loglog(counts, [2 * (n - 1) for n in counts], "o-", color=RANKS[1], label="the server's link: 2 (N - 1)")
+    axes.loglog(counts, [n - 1 for n in counts], "o-", color=RANKS[1], label="the server's link: N - 1")
     axes.loglog(
         counts, [2 * (n - 1) / n for n in counts], "s-", color=RANKS[0], label="each rank of a ring: 2 (N - 1) / N"
     )
@@ -268,7 +276,7 @@ def draw_server(figure: "Figure") -> None:
     axes.minorticks_off()
     axes.set_xlabel("ranks", size=11)
     axes.set_ylabel("GB for a gradient of 1 GB", size=11)
-    axes.set_title("bytes on the busiest link in a step", size=12, loc="left")
+    axes.set_title("bytes on the busiest link in a step, in one direction", size=12, loc="left")
     axes.grid(color=ALL, linewidth=0.6)
     axes.legend(frameon=False, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
@@ -293,7 +301,7 @@ def draw_zero(figure: "Figure") -> None:
         for (kind, size), colour in zip(state_bytes(config, ranks).items(), RANKS, strict=False):
             axes.bar(place, size, bottom=bottom, color=colour, label=kind if place == 0 else "_")
             bottom += size
-        axes.text(place, bottom + 0.2, f"{bottom:.1f}", ha="center", size=11)
+        axes.text(place, bottom + 0.2, f"{bottom:.2f}", ha="center", size=11)
     axes.set_xticks(range(len(engines)), list(engines), size=11)
     axes.set_ylabel("bytes", size=11)
     axes.set_title(
