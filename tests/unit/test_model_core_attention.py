@@ -194,7 +194,6 @@ def call(attend, tensors, **changes):
         (flex_attention, SHORT, {"dropout": 0.1}, "is flex: flex_attention has no dropout, and it is 0.1; use math"),
         (flash_attention, SHORT, {}, r"Python cannot import flash_attn \(pip install flash-attn\) or flash_attn_inter"),
         (flash_attention, SHORT, {}, "it needs a GPU; FlashAttention computes in bf16 or fp16, not in fp32; use math"),
-        (triton_attention, SHORT, {"dropout": 0.1}, "is triton: our kernels have no dropout, and it is 0.1; our kern"),
         (triton_attention, SHORT, {}, "need a head size of 16 to 256; it is 8; it needs a GPU"),
     ],
 )  # fmt: skip
